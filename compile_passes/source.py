@@ -436,6 +436,20 @@ def assignments(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:
     return [(target, value)]
 
 
+def separate(tree: ast.FunctionDef) -> None:
+    """Make two assignments of `a, b = p, q` in place, where no value reads a name that is assigned."""
+    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+        for statement in list(block):
+            pairs = assignments(statement)
+            written = [target.id for target, _ in pairs if isinstance(target, ast.Name)]
+            apart = len(pairs) > 1 and len({*written}) == len(pairs)
+            if apart and not any({*written} & names(value) for _, value in pairs):
+                place = block.index(statement)
+                block[place : place + 1] = [
+                    ast.copy_location(ast.Assign([target], value), statement) for target, value in pairs
+                ]
+
+
 def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
     if isinstance(target, ast.Name):
         yield target.id, value

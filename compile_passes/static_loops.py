@@ -53,6 +53,7 @@ from compile_passes.source import (
     is_zero,
     methods_of,
     names,
+    separate,
     subject,
     sure,
 )
@@ -196,6 +197,7 @@ class _Method:
         self.dropped = drop_zero_sums(self.tree) + drop_results_of_zeros(self.tree)
         self.beside = without_own_gradients(self.tree)
         by_index(self.tree)
+        separate(self.tree)
         unroll_comprehensions(self.tree)
         self.limited = first_rows_alone(self.tree)
         self.said: list[str] = []

@@ -166,8 +166,7 @@ class Slices(Loop):
         w, ids = self.router(x).softmax(-1).topk(K)
         perm = ids.flatten().argsort()
         counts = torch.bincount(ids.flatten(), minlength=E).tolist()
-        rows = x[perm // K].split(counts)
-        own = w.flatten()[perm].split(counts)
+        rows, own = x[perm // K].split(counts), w.flatten()[perm].split(counts)
         done = [expert(part, mine[:, None]) for expert, part, mine in zip(self.experts, rows, own, strict=True)]
         done = torch.cat(done)
         return torch.zeros_like(x).index_add(0, perm // K, done)
