@@ -119,6 +119,7 @@ FORMS = {
         Form("litgpt", tutorials.LitGPT, *_MIXTRAL, (1, 512), waits=True),
         Form("halves-loop", tutorials.HalvesInTheLoop, *_MIXTRAL, (1, 512), waits=True),
         Form("split-pairs", tutorials.SplitPairs, 2048, 1408, 64, 6, (16, 4096), waits=True),
+        Form("megatron", tutorials.ListedByMask, 2048, 1408, 64, 6, (16, 4096), waits=True),
         Form("repeated-biases", tutorials.RepeatedBiases, 3072, 3072, 32, 4, (8, 1024)),
         Form("gathered-einsum", tutorials.UnflattenedGather, *_MIXTRAL, (1, 8)),
         Form("one-hots-einsum", tutorials.BestTwoOneHots, 2048, 8192, 8, 2, (1, 1024)),

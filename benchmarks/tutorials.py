@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.foreign import Expert
-from benchmarks.loops import Block, H, I
+from benchmarks.loops import Block, E, H, I, K
 
 
 def filled(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -251,8 +251,8 @@ class WeightedInside(Expert):
 class ListedByMask(Block):
     """Megatron's dispatcher: a mask [experts, tokens] lists tokens and weights; experts take what counts cut off."""
 
-    def __init__(self, dim: int = H, hidden: int = I) -> None:
-        super().__init__(dim=dim, hidden=hidden)
+    def __init__(self, *, dim: int = H, hidden: int = I, num_experts: int = E, top_k: int = K) -> None:
+        super().__init__(dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k)
         self.experts = nn.ModuleList(WeightedInside(dim, hidden) for _ in range(self.num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
