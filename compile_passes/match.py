@@ -212,6 +212,7 @@ class Product:
             has no experts: the rows are the tokens, or the product sums over the experts.
         weighed: the scores by which the product multiplies the rows, as ``einsum("tei,ehi,te->th")`` does, and their
             order; None: by token and slot, as in ``"tki,tkhi,tk->th"``.
+        summed: whether the product sums the slots of every token, as ``"tki,tkhi->th"`` does.
         sizes: where the rows are cut into a slice for each expert, the number of rows of each, on the host.
     """
 
@@ -226,6 +227,7 @@ class Product:
     copies: int | None = None
     spread: tuple[Spread | None, Spread | None] | None = None
     weighed: tuple[fx.Node, Spread | None] | None = None
+    summed: bool = False
     sizes: tuple[fx.Node, ...] = ()
     bias_repeated: bool = False
 

@@ -172,6 +172,12 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
     if stacked is None:
         return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
     dtype = narrower(feeding[0].dtype, down.dtype)
+    summed = next((product for product in feeding if product.summed), None)
+    if summed is not None:
+        return Refusal(
+            summed.anchor, "The first product of the experts sums the slots of every token.",
+            f"Experts whose rows stay apart up to the last product are fused. {KEEP}",
+        )  # fmt: skip
     early = next((product for product in feeding if product.weighed is not None), None)
     if early is not None:
         return Refusal(

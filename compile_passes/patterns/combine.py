@@ -74,8 +74,14 @@ class _Walk:
                     self.down.anchor, "What the second product multiplies by cannot be proved to be the routing "
                     "weights, or it does not multiply its bias.", "Apply the weights after the experts.",
                 )  # fmt: skip
-            summed = not self._by_token(self.down.result)
-            self.start = replace(self.start, weights=given, done=summed)
+            self.start = replace(self.start, weights=given)
+        if self.down.summed:
+            if self.down.bias is not None or not self.start.in_pair_order:
+                return Refusal(
+                    self.down.anchor, "The second product sums a token's rows before its bias is added.",
+                    "Add the bias of every expert first.",
+                )  # fmt: skip
+            self.start = replace(self.start, done=True)
         state = rows = self.start
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)

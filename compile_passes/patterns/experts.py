@@ -112,7 +112,7 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     found = _einsum(reading, node) or _matmul_by_slot(reading, node)
     if found is None:
         return None
-    rows, gathered, transposed, scores = found
+    rows, gathered, transposed, scores, summed = found
     weight = peel_transpose(reading, Weight(gathered, transposed))
     index, shape = _gather_of(reading, weight.node), example(weight.node)
     if index is None or shape is None:
@@ -121,7 +121,7 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     copies = shape.shape[-3] if shape.dim() > 3 and rank(rows) == shape.dim() - 2 else None
     if copies is not None and type(copies) is not int:
         return None
-    product = replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies)
+    product = replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies, summed=summed)
     return product if scores is None else replace(product, weighed=(scores, None))
 
 
@@ -134,12 +134,15 @@ def _gather_of(reading: Reading, weight: Any) -> Call | None:
     return index if all(map(equal_sizes, shape.shape[-2:], made.shape[-2:])) else None
 
 
-# Rows, gathered weights, whether these are [..., K, N], and scores by which the product multiplies.
-_BySlot = tuple[Any, fx.Node, bool, fx.Node | None]
+# Rows, gathered weights, whether these are [..., K, N], scores by which the product multiplies, and whether it sums the
+# slots of a token.
+_BySlot = tuple[Any, fx.Node, bool, fx.Node | None, bool]
 
 
 def _einsum(reading: Reading, node: fx.Node) -> _BySlot | None:
-    """An einsum that is a product for every slot; ``"tki,tkhi,tk->th"`` multiplies by scores, and may sum the slots."""
+    """An einsum that is a product for every slot; ``"tki,tkhi->th"`` sums the slots, and ``"tki,tkhi,tk->th"``
+    multiplies by scores.
+    """
     found = two_labelled(reading.read(node, "einsum", "arg1 arg2"))
     if found is not None:
         return _of_two(found, None, "")
@@ -159,10 +162,12 @@ def _of_two(found: Labelled, scores: fx.Node | None, of_scores: str) -> _BySlot 
         outer = last.replace(inner, "")
         if len(outer) != 1 or of_rows[:-1] not in (lead, lead[:-1]):
             continue
-        if scores is not None and (len(lead) < 2 or not of_rows[:-1] == of_scores == lead):
+        whole = len(lead) > 1 and of_rows[:-1] == lead
+        if scores is not None and not (whole and of_scores == lead):
             continue
-        if result == lead + outer or (scores is not None and result == lead[:-1] + outer):
-            return rows, weight, last[0] == inner, scores
+        summed = whole and result == lead[:-1] + outer
+        if summed or result == lead + outer:
+            return rows, weight, last[0] == inner, scores, summed
     return None
 
 
@@ -178,11 +183,11 @@ def _matmul_by_slot(reading: Reading, node: fx.Node) -> _BySlot | None:
         tokens, slots = weight.shape[:2]
         inner = weight.shape[-1 if side == "x" else -2]
         if equal_sizes(value.shape[0], tokens) and equal_sizes(value.shape[1], slots):
-            return call[other], call[side], transposed, None
+            return call[other], call[side], transposed, None, False
         views = reading.casts(call[other], weight.dtype)
         rows = next((node for node in views if has_shape(node, tokens, inner)), None)
         if rows is not None:
-            return rows, call[side], transposed, None
+            return rows, call[side], transposed, None, False
     return None
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moe_ops
-from tests.passes.blocks import E, H, I, K, weights
+from tests.passes.blocks import E, H, I, K, silu_glu, weights
 from tests.passes.compare import check, refusals
 
 # What stands between the products, of gate and up [R, I] and the weights [R, 1].
@@ -48,12 +48,13 @@ def sorted_rows(between, combine="index_add", weigh=lambda w, perm: w.flatten()[
     return program
 
 
-def gathered(between):
+def gathered(between, last="tki,tkhi->tkh"):
     def program(x, gate, w1, w2):
         w, ids = route(x, gate)
         h = torch.einsum("th,tknh->tkn", x, w1[ids])
         rows = between(*h.chunk(2, dim=-1), w[..., None].to(h.dtype))
-        return torch.einsum("tki,tkhi->tkh", rows, w2[ids]).sum(1)
+        out = torch.einsum(last, rows, w2[ids])
+        return out.sum(1) if out.dim() == 3 else out
 
     return program
 
@@ -72,6 +73,8 @@ PROGRAMS = {
     **{f"sorted-{name}": sorted_rows(between) for name, between in BETWEEN.items()},
     "sorted-inverse": sorted_rows(BETWEEN["behind"], combine="inverse"),
     **{f"gathered-{name}": gathered(BETWEEN[name]) for name in ("behind", "on_the_gate")},
+    "gathered-summed": gathered(BETWEEN["behind"], "tki,tkhi->th"),
+    "gathered-summed_unweighted": gathered(lambda gate, up, w: F.silu(gate) * up, "tki,tkhi->th"),
     **{f"dense-{name}": all_tokens(BETWEEN[name]) for name in ("behind", "on_the_gate", "on_the_up_half")},
 }
 
@@ -87,7 +90,9 @@ def test_fused(name):
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
-@pytest.mark.parametrize("name", ["sorted-behind", "sorted-on_the_gate", "gathered-behind", "dense-on_the_up_half"])
+@pytest.mark.parametrize(
+    "name", ["sorted-behind", "sorted-on_the_gate", "gathered-behind", "gathered-summed", "dense-on_the_up_half"]
+)
 def test_gradients(name):
     outcome = check(PROGRAMS[name], *given(name), gradients=True, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
@@ -107,6 +112,24 @@ def plus_one(gate, up, w):
 
 def of_the_rows(gate, up, w):
     return F.silu(gate) * up * up.abs().amax(-1, keepdim=True)
+
+
+def first_sums(x, gate, w1, w2):
+    w, ids = route(x, gate)
+    h = torch.einsum("tkh,tknh->tn", x.unsqueeze(1) * w[..., None], w1[ids])
+    return (torch.einsum("ti,tkhi->tkh", silu_glu(h), w2[ids]) * w[..., None]).sum(1)
+
+
+def a_bias_behind_the_sum(x, gate, w1, w2):
+    w, ids = route(x, gate)
+    h = silu_glu(torch.einsum("th,tknh->tkn", x, w1[ids]))
+    return torch.einsum("tki,tkhi->th", h * w[..., None], w2[ids]) + w2[ids[:, 0], :, 0]
+
+
+@pytest.mark.parametrize(("program", "fused"), [(first_sums, 0), (a_bias_behind_the_sum, 1)])
+def test_sums_elsewhere(program, fused):
+    outcome = check(program, *weights(dtype=torch.float64).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, fused)
 
 
 AFTER = BETWEEN["behind"]
