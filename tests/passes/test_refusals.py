@@ -377,17 +377,15 @@ def test_single_product():
     assert "a loop over tokens" in row.cure
 
 
-def test_a_second_product_that_sums_over_the_slots_as_well():
-    """sigma-MoE: weighted between the products, of which the second gives no rows of pairs."""
-
+def test_a_second_product_that_sums_over_the_tokens_as_well():
     def run(x, gate, w1, w2):
         topk_weights, ids = F.linear(x, gate).sigmoid().topk(K)
         h = torch.einsum("th,tknh->tkn", x, w1[:, :I][ids]).relu() * topk_weights.unsqueeze(-1)
-        return torch.einsum("tki,tkhi->th", h, w2[ids])
+        return torch.einsum("tki,tkhi->kh", h, w2[ids])
 
     row = refusal(run)
     says(row, "one sum, over the width of the rows, for every pair")
-    assert '"tki,tkhi->th"' in row.reason
+    assert '"tki,tkhi->kh"' in row.reason
 
 
 def test_sum_used_in_another_dtype():

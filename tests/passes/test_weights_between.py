@@ -69,7 +69,14 @@ def all_tokens(between):
     return program
 
 
+def sigma_moe(x, gate, w1, w2):
+    w, ids = F.linear(x, gate).sigmoid().topk(K)
+    h = torch.einsum("th,tknh->tkn", x, w1[:, :I][ids]).relu() * w.unsqueeze(-1)
+    return torch.einsum("tki,tkhi->th", h, w2[ids])
+
+
 PROGRAMS = {
+    "sigma_moe": sigma_moe,
     **{f"sorted-{name}": sorted_rows(between) for name, between in BETWEEN.items()},
     "sorted-inverse": sorted_rows(BETWEEN["behind"], combine="inverse"),
     **{f"gathered-{name}": gathered(BETWEEN[name]) for name in ("behind", "on_the_gate")},
