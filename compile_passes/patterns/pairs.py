@@ -20,7 +20,7 @@ from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.contraction import TRANSPOSES
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_integers
 from compile_passes.patterns.limits import Limit, cut_short, same_limit
-from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
+from compile_passes.patterns.rows import Order, counted_off, entry_of, numbered, place_of
 from compile_passes.patterns.selection import Selection, beside_zeros, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
@@ -341,16 +341,18 @@ class Pairs:
             return Weighed(scores, True) if scores is not None and self.lists(parts[0], hits, hits.token) else None
         if hits.alone:
             return self._weights_of_tokens(call["x"], parts[0], hits, number) if len(parts) == 1 else None
-        if len(parts) != hits.dims + 1 or rank(call["x"]) != hits.dims + 1:
+        found = numbered(self.reading, call, hits.dims + 1)
+        if found is None:
             return None
+        source, parts = found
         if hits.dims > 1:
             listed = all(self.lists(part, hits, at) for at, part in enumerate(parts))
-            return Weighed(self._uncast(call["x"])) if listed else None
+            return Weighed(self._uncast(source)) if listed else None
         if not self.lists(parts[0], hits, hits.token) or not self.lists(parts[1], hits, 1 - hits.token):
             return None
-        if not self._is_pairwise(call["x"], hits.ids):
+        if not self._is_pairwise(source, hits.ids):
             return None
-        return Weighed(self._uncast(call["x"]))
+        return Weighed(self._uncast(source))
 
     def _weights_of_tokens(self, source: fx.Node, place: Any, hits: Hits, number: int) -> Weighed | None:
         if self._has_one_slot(place, hits, number) and same_shape(source, place):  # weights[ids == e]

@@ -23,6 +23,7 @@ from compile_passes.equal import no_narrower
 from compile_passes.patterns.ids import are_integers
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import (
+    Call,
     as_many_by_a_guard,
     equal_sizes,
     example,
@@ -372,16 +373,32 @@ class Order:
             by_pair = self._in_a_row(taken.source) and self.has_order(taken.index, perm, taken.wide)
             return self.reading.uncast(taken.source, self.floor) if by_pair else None
         call = self.reading.read(value, "fancy", "index")
-        index = call["index"] if call is not None else None
-        if call is None or not isinstance(index, list | tuple) or len(index) != 2 or rank(call["x"]) != 2:
+        found = None if call is None else numbered(self.reading, call, 2)
+        if found is None:
             return None
-        token, slot = (self.positions(part) if isinstance(part, fx.Node) else None for part in index)
-        width = example(call["x"])
+        source, parts = found
+        width = example(source)
+        token, slot = (self.positions(part) if isinstance(part, fx.Node) else None for part in parts)
         if token is None or slot is None or (token.kind, slot.kind) != ("token", "slot") or width is None:
             return None
         agree = token.top_k == slot.top_k and equal_sizes(width.shape[1], token.top_k)
         ordered = all(p.perm is not None and self.same(p.perm, perm) for p in (token, slot))
-        return self.reading.uncast(call["x"], self.floor) if agree and ordered else None
+        return self.reading.uncast(source, self.floor) if agree and ordered else None
+
+
+def numbered(reading: Reading, call: Call, dims: int) -> tuple[fx.Node, list[Any]] | None:
+    """(weights of ``dims`` dimensions, what numbers each of these) of ``weights[token, slot, None]``: in graphs of
+    `torch.export` they have another dimension, of size 1, by ``unsqueeze``, before they are indexed.
+    """
+    index = call["index"] if isinstance(call["index"], list | tuple) else [call["index"]]
+    parts = [part for part in index if part is not None]
+    if len(parts) != dims or rank(call["x"]) == dims:
+        return (call["x"], parts) if len(parts) == dims else None
+    view = reading.read(call["x"], "view")
+    inner = None if view is None else example(view["x"])
+    if view is None or inner is None or inner.dim() != dims or not has_shape(call["x"], *inner.shape, 1):
+        return None
+    return view["x"], parts
 
 
 def is_mask(value: Any) -> bool:
