@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -29,6 +29,8 @@ _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 SETTING = "_experts_implementation"
 # On a module whose loop has been given a static form: the names of the methods that were.
 STATIC = "_moe_ops_static"
+# What was bound there, by which a wrapper that somebody has put around it since is told apart.
+FORMS: WeakSet[Callable[..., Any]] = WeakSet()
 PARAMETERS = nn.ParameterList | nn.ParameterDict
 LISTS = nn.ModuleList | nn.ModuleDict | PARAMETERS
 # Children that are called by numbers: expert_0, expert_1; or ffn_0, ffn_1, where a router scores as many.
@@ -89,8 +91,7 @@ def find_loops(model: nn.Module) -> list[ExpertLoop]:
 
 def is_static(module: nn.Module) -> bool:
     """Whether static forms stand in the place of methods of ``module``. Unpickled, methods are those of the class."""
-    bound = ((name, getattr(vars(module).get(name), "__func__", None)) for name in vars(module).get(STATIC, ()))
-    return any(method not in (None, getattr(type(module), name, None)) for name, method in bound)
+    return any(getattr(vars(module).get(name), "__func__", None) in FORMS for name in vars(module).get(STATIC, ()))
 
 
 def find_experts(model: nn.Module) -> list[ExpertGroup]:

@@ -92,8 +92,8 @@ def unstack(model: nn.Module) -> nn.Module:
         type(holder).__name__ for holder, ids in held if isinstance(holder, torch.optim.Optimizer) and stacked & ids
     }
     for module in list(model.modules()):
-        for name in METHODS:
-            vars(module).pop(name, None)
+        for name in [name for name in METHODS if isinstance(vars(module).get(name), Method)]:
+            del vars(module)[name]
         if SLICE in vars(module):
             make_single(module)
     for module in lists:

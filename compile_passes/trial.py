@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compile_passes.effects import Effects, Kept, Written
-from compile_passes.loops import STATIC
+from compile_passes.loops import FORMS, STATIC
 from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 from moe_ops.quantized import QuantizedWeight
@@ -262,14 +262,18 @@ def bind_methods(module: nn.Module, functions: Mapping[str, Callable[..., Any]])
     """Put ``functions`` in the place of the methods of one module."""
     for name, function in functions.items():
         vars(module)[name] = MethodType(function, module)
+        FORMS.add(function)
     vars(module)[STATIC] = tuple(functions)
 
 
 def unbind(modules: Iterable[nn.Module]) -> None:
-    """Undo `bind_methods` for modules."""
+    """Undo `bind_methods` for modules; a wrapper that somebody has put around a method since stays."""
     for module in modules:
         for name in vars(module).pop(STATIC, ()):
-            vars(module).pop(name, None)
+            method = getattr(vars(module).get(name), "__func__", None)
+            of_class = getattr(type(module), getattr(method, "__name__", name), None)
+            if method is not None and (method in FORMS or method is of_class):  # the latter once it was unpickled
+                del vars(module)[name]
 
 
 @contextmanager

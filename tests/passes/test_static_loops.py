@@ -7,6 +7,7 @@ import copy
 import pickle
 import random
 import warnings
+from types import MethodType
 
 import pytest
 import torch
@@ -1064,6 +1065,26 @@ def test_instance_that_is_left_alone(spoil):
     _, said = prepared(model)
     assert any(SPOILED[spoil].lower() in line.lower() for line in said)
     assert STATIC not in vars(model.layers[0]["moe_experts"]) and kept is kept
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["function", "method"])
+def test_a_wrapper_around_a_static_form_stays(bound):
+    """As accelerate, or a user's logging, puts one there; it calls what it was made around."""
+    model = decoder(Unique)
+    expected = model(tokens(3))
+    prepared(model)
+    block = model.layers[0]["moe_experts"]
+    inside, calls = block.forward, []
+
+    def forward(*given):
+        calls.append(len(given))
+        return inside(given[-1])
+
+    block.forward = MethodType(forward, block) if bound else forward
+    prepared(model)
+    torch.testing.assert_close(model(tokens(3)), expected)
+    torch.testing.assert_close(moe_ops.restore(model)(tokens(3)), expected)
+    assert calls == [1 + bound] * 2
 
 
 def test_without_source():
