@@ -68,10 +68,19 @@ def _reader(name: str) -> Any:
     def read(self: nn.Module) -> Tensor:
         module, slices = self.__dict__[SLICE]
         stacked, number = slices[name]
-        found: Tensor = module._parameters[stacked]
-        return found[number]
+        return _slice(module._parameters[stacked], number)
 
     return read
+
+
+def _slice(weight: Tensor, number: int) -> Tensor:
+    """One expert's part of a stack, and of its gradient: torch gives what is no leaf none, and who clips or logs the
+    gradients of an expert would find nothing.
+    """
+    found = weight[number]
+    if not torch.compiler.is_compiling() and weight.is_leaf and weight.grad is not None:
+        found.grad = weight.grad[number]
+    return found
 
 
 def _writer(name: str) -> Any:
@@ -190,8 +199,18 @@ def named_parameters(
                 yield ".".join(filter(None, (prefix, path, own))), getattr(inner, own)
 
 
-#: Methods of nn.Module that each module of an expert has its own of, as torch's would find no parameters.
-METHODS: dict[str, Any] = {"requires_grad_": freeze, "named_parameters": named_parameters}
+def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """`zero_grad` of a module of an expert: zeros, as a stack's gradient is there for all experts, or for none."""
+    type(module).zero_grad(module, set_to_none)
+    for _, _, holder, slices in slices_in(module):
+        for stacked, number in slices.values():
+            weight = holder._parameters[stacked]
+            if weight is not None and weight.grad is not None:
+                weight.grad.data[number].zero_()
+
+
+#: Methods of nn.Module that each module of an expert has its own of, as torch's would find no parameters to change.
+METHODS: dict[str, Any] = {"requires_grad_": freeze, "named_parameters": named_parameters, "zero_grad": zero_grad}
 
 
 class Method:
@@ -222,7 +241,7 @@ def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
             entries = quantized_state.entries(weight, prefix + own).items()
             yield from ((key, part[number]) for key, part in entries)
         elif weight is not None:
-            yield prefix + own, weight[number]
+            yield prefix + own, _slice(weight, number)
 
 
 def _load(part: Tensor, key: str, value: Any, errors: list[str]) -> None:

@@ -611,6 +611,31 @@ def test_the_parameters_of_one_expert(pair, path, through):
     assert [*map(id, held)] == [*map(id, stacked.parameters())]
 
 
+def test_the_gradients_of_one_expert(pair):
+    """Read, clipped and cleared through its slices, which reach the gradient of the stack."""
+    for model in pair:
+        model(X).square().sum().backward()
+    for one, other in zip(*(model.experts[1].parameters() for model in pair), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+    states = [model.state_dict(keep_vars=True) for model in pair]
+    torch.testing.assert_close(*(state["experts.1.w1.weight"].grad for state in states))
+    norms = [torch.nn.utils.clip_grad_norm_(model.experts[1].parameters(), 0.01) for model in pair]
+    torch.testing.assert_close(*norms)
+    for model in pair:
+        model.experts[0].zero_grad()
+        model.experts[2].w1.zero_grad(set_to_none=False)
+    plain, stacked = pair[0], moe_ops.restore(pair[1])
+    for name, weight in plain.named_parameters():
+        expected = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        torch.testing.assert_close(stacked.get_parameter(name).grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_there_is_no_gradient_before_there_is_one(pair):
+    pair[1].experts[1].zero_grad()
+    assert all(weight.grad is None for weight in pair[1].experts[1].parameters())
+
+
 def test_a_copy_of_one_expert_is_its_own(pair):
     for model in pair:
         model.experts[2] = copy.deepcopy(model.experts[0])
