@@ -145,7 +145,8 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
         _say(
             f"moe_ops.compile: {called} run their experts in a loop over those that were hit, which cannot be "
             f"captured: {_proved(verdict)} The gradient of an expert without tokens is 0 in place of None: weight "
-            "decay and momentum go on for it."
+            "decay and momentum go on for it. Hooks that are put on experts from now on are called for it, too, with "
+            "no rows."
         )
 
 

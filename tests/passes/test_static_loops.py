@@ -134,7 +134,7 @@ def test_form(kind):
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
     function, said = prepared(model, fullgraph=True)
     assert "moe_ops.restore(model) undoes it" in said[0] and " s; " in said[0] and kind.__name__ in said[0]
-    assert said[0].endswith("is 0 in place of None: weight decay and momentum go on for it.")
+    assert "is 0 in place of None: weight decay and momentum go on for it. Hooks that are put on experts" in said[0]
     with torch.set_grad_enabled(training):
         for count, expected in before.items():
             found = function(tokens(count))
@@ -1065,6 +1065,18 @@ def test_instance_that_is_left_alone(spoil):
     _, said = prepared(model)
     assert any(SPOILED[spoil].lower() in line.lower() for line in said)
     assert STATIC not in vars(model.layers[0]["moe_experts"]) and kept is kept
+
+
+def test_hooks_that_come_after_it_hear_of_experts_without_tokens():
+    """As the warning says; results are what they were."""
+    model, rows = decoder(Unique), []
+    expected = model(tokens(1))
+    compiled, said = prepared(model)
+    assert any("put on experts from now on are called for it, too, with no rows." in line for line in said)
+    for expert in model.layers[0]["moe_experts"].experts:
+        expert.register_forward_hook(lambda _, given, out: rows.append(given[0].shape[0]))
+    torch.testing.assert_close(compiled(tokens(1)), expected)
+    assert len(rows) == len(model.layers[0]["moe_experts"].experts) and 0 in rows
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["function", "method"])
