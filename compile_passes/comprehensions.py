@@ -13,7 +13,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 
-from compile_passes.source import bodies, called, names, subject
+from compile_passes.source import blocks, called, names, subject
 
 # Calls that take a list of results, whose parts are in its order.
 _OF_LISTS = frozenset({"cat", "concat", "concatenate", "vstack", "list", "tuple"})
@@ -28,7 +28,7 @@ def unrolled(tree: ast.FunctionDef, cuts: Callable[[ast.For, ast.stmt], bool]) -
         cuts: whether a loop, in the place of a statement, is over parts of rows, or takes such.
     """
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+    for block in blocks(tree):
         for statement in list(block):
             for name, value in [*_listed(statement)]:
                 loop = _loop(name, value, taken - _inside(tree, value))

@@ -13,7 +13,7 @@ import copy
 import torch
 from torch import nn
 
-from compile_passes.source import NotStatic, Source, bodies, called, held, methods_of, sure
+from compile_passes.source import NotStatic, Source, blocks, called, held, methods_of, sure
 from compile_passes.static_loops import StaticForm
 
 
@@ -28,7 +28,7 @@ def without_conversions(module: nn.Module) -> StaticForm | None:
         return None
     for name, source in found.items():
         tree = copy.deepcopy(source.tree)
-        for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+        for block in blocks(tree):
             for place, statement in enumerate(block):
                 conditions = _conditions(module, statement)
                 if conditions:

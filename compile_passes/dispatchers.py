@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from compile_passes.reached import names_of, reached
-from compile_passes.source import CUTS, NotStatic, Scope, Source, bodies, called, names, read, subject, sure
+from compile_passes.source import CUTS, NotStatic, Scope, Source, blocks, called, names, read, subject, sure
 
 _ADDING = frozenset({"index_add", "index_add_", "scatter_add", "scatter_add_"})
 # Calls of a leaf of zeros whose own gradient nobody reads: it is not written to.
@@ -45,7 +45,7 @@ def without_dispatchers(tree: ast.FunctionDef, scope: Scope, function: FunctionT
         NotStatic: an object does more than that.
     """
     said = []
-    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+    for block in blocks(tree):
         for statement in list(block):
             made = _made(statement, function.__globals__) if scope.alive(statement) else None
             if made is not None:
@@ -136,7 +136,7 @@ class _Replaced(ast.NodeTransformer):
     def run(self, block: list[ast.stmt], statement: ast.stmt) -> None:
         kept = ast.Assign([ast.Name("_gates_", ast.Store())], self.made.gates)
         block[block.index(statement)] = ast.copy_location(kept, statement)
-        for body in [inner for node in ast.walk(self.tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+        for body in blocks(self.tree):
             for part in list(body):
                 if self._is_unread(part) and len(body) > 1:
                     body.remove(part)

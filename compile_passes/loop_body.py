@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from compile_passes.slice_bounds import CONVERSIONS
-from compile_passes.source import CUTS, CUTS_AT, NotStatic, assignments, bodies, called, is_zero, names, sure
+from compile_passes.source import CUTS, CUTS_AT, NotStatic, assignments, blocks, called, is_zero, names, sure
 
 # What may lie between the ids, or a mask of them, and the list of experts that were hit.
 ELEMENTS = frozenset({"tolist", "cpu", "numpy", "flatten", "squeeze", "view", "reshape", "ravel", "detach", "sorted"})
@@ -125,7 +125,7 @@ def check_tests(loop: ast.For) -> None:
 
 def take_known_branches(tree: ast.FunctionDef, dead: frozenset[int]) -> None:
     """Put the body that runs in the place of an `if` whose other one is known not to."""
-    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+    for block in blocks(tree):
         for statement in list(block):
             if isinstance(statement, ast.If) and dead & {id(statement.body), id(statement.orelse)}:
                 place = block.index(statement)
@@ -134,7 +134,7 @@ def take_known_branches(tree: ast.FunctionDef, dead: frozenset[int]) -> None:
 
 def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
     """`token.tolist()` that is only used to index is `token`, whether it has a name, one of several, or none."""
-    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+    for block in blocks(tree):
         block[:] = [one for statement in block for one in _one_by_one(statement)]
     inside: list[ast.expr] = []
     for taken in [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]:
@@ -182,7 +182,7 @@ def drop_unread(tree: ast.FunctionDef, pure: frozenset[str] = PURE) -> None:
                 own = node.targets[0] if isinstance(node, ast.Assign) else None
                 read_names |= found - {own.id} if isinstance(own, ast.Name) else found
         dropped = 0
-        for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+        for block in blocks(tree):
             for statement in list(block):
                 if _is_unread(statement, read_names, pure) and len(block) > 1:
                     block.remove(statement)

@@ -333,7 +333,7 @@ class Memory:
 
     def _visit(self, node: fx.Node) -> None:
         targets = tuple(target for target in written(node) if target in self._shares)
-        keys = _storages(size_of(node))
+        keys = storages(size_of(node))
         overwritten: frozenset[int] = frozenset().union(*map(self.shares, targets))
         if targets:
             self.writes[node] = targets
@@ -361,7 +361,7 @@ def _may_return_operand(node: fx.Node) -> bool:
     return "dropout" in name or name == "rrelu"
 
 
-def _storages(value: Any) -> frozenset[int] | None:
+def storages(value: Any) -> frozenset[int] | None:
     """The storages of a fake result; empty for numbers; None when they cannot be known."""
     if isinstance(value, torch.Tensor):
         try:
@@ -369,6 +369,6 @@ def _storages(value: Any) -> frozenset[int] | None:
         except (NotImplementedError, RuntimeError):  # sparse tensors, and those that functorch wraps
             return None
     if isinstance(value, list | tuple):
-        parts = [_storages(part) for part in value]
+        parts = [storages(part) for part in value]
         return None if None in parts else frozenset().union(*(part for part in parts if part is not None))
     return None if value is None else frozenset()

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from compile_passes.equal import Values
-from compile_passes.memory import Memory, changes_geometry
+from compile_passes.memory import Memory, changes_geometry, storages
 from compile_passes.vocabulary import Call, equal_sizes, example, is_assertion, same_shape, size_of, spell, target_name
 
 # Host arithmetic on constants that Dynamo leaves in the graph, as in `clamp(-limit, limit)`.
@@ -86,7 +86,7 @@ class Reading(Values):
         self._grad_modes: dict[fx.Node, bool | None] = {}
         self._read_as: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
         self._kinds: dict[fx.Node, fx.Node] = {}
-        self._of_storage: dict[int, list[fx.Node]] = {}
+        self._of_storages: dict[frozenset[int] | None, list[fx.Node]] = {}
         for node in graph.nodes:
             self._visit(node)
 
@@ -209,7 +209,7 @@ class Reading(Values):
         of them would be compared with each other.
         """
         if name not in self._kinds:
-            known = self._of_storage.setdefault(_storage(name), [])
+            known = self._of_storages.setdefault(storages(example(name)), [])
             self._kinds[name] = next((one for one in known if _is_same_tensor(one, name)), name)
             if self._kinds[name] is name:
                 known.append(name)
@@ -247,15 +247,6 @@ def _needs_grad(nodes: Iterable[fx.Node]) -> bool:
 def _is_leaf(node: fx.Node) -> bool:
     value = example(node)
     return value is not None and value.is_leaf
-
-
-def _storage(node: fx.Node) -> int:
-    """Which storage the tensor of ``node`` has; 0 where that cannot be said."""
-    value = example(node)
-    try:
-        return 0 if value is None else int(value.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _is_same_tensor(left: fx.Node, right: fx.Node) -> bool:

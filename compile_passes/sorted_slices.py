@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from compile_passes.chunks import chunks_of
 from compile_passes.slice_bounds import Slices, has_both_ends, slices_of
-from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, one_a_row, subject, sure
+from compile_passes.source import NotStatic, Scope, blocks, called, is_zero, names, one_a_row, subject, sure
 
 
 @dataclass(frozen=True)
@@ -514,9 +514,5 @@ def _statements(text: str, like: ast.stmt) -> list[ast.stmt]:
     return made
 
 
-def _blocks(tree: ast.FunctionDef) -> list[list[ast.stmt]]:
-    return [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]
-
-
 def _block_of(tree: ast.FunctionDef, statement: ast.stmt) -> list[ast.stmt]:
-    return next(block for block in _blocks(tree) if statement in block)
+    return next(block for block in blocks(tree) if statement in block)

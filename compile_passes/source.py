@@ -395,6 +395,11 @@ def bodies(statement: ast.stmt) -> list[list[ast.stmt]]:
     return [body for body in found if isinstance(body, list) and body]
 
 
+def blocks(tree: ast.AST) -> list[list[ast.stmt]]:
+    """The lists of statements inside all compound statements of a tree, itself included."""
+    return [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]
+
+
 def _stored(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
     """Names that a statement itself assigns, and the value where it is one expression."""
     if isinstance(statement, ast.Assign):
@@ -438,7 +443,7 @@ def assignments(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:
 
 def separate(tree: ast.FunctionDef) -> None:
     """Make two assignments of `a, b = p, q` in place, where no value reads a name that is assigned."""
-    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+    for block in blocks(tree):
         for statement in list(block):
             pairs = assignments(statement)
             written = [target.id for target, _ in pairs if isinstance(target, ast.Name)]

@@ -210,10 +210,10 @@ class _Counting:
 
     def _is_set_at_ids(self, mask: fx.Node) -> bool:
         """Whether ``mask`` [T, E] is set for the ids of every token, and nowhere else."""
-        ids, shape = chosen_by(self.reading, mask, self.order.floor), example(mask)
-        if ids is None or shape is None or not equal_sizes(shape.shape[-1], self.experts):
+        found, shape = chosen_by(self.reading, mask, self.order.floor, 1), example(mask)
+        if found is None or shape is None or not equal_sizes(shape.shape[-1], self.experts):
             return False
-        return _are_pair_ids(self.reading, ids, self.dispatch, self.experts)
+        return _are_pair_ids(self.reading, found[0], self.dispatch, self.experts)
 
     def _scattered(self, call: Call) -> bool:
         """torchtitan: ``zeros(T, E, bool).scatter(1, ids, True)``, right where a token's ids are distinct."""

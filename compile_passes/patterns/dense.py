@@ -240,8 +240,12 @@ class _Dense:
         within = [] if self.inside is None or inner is None else [_Scores(self.inside.weights, inner)]
         if self.down.weighed is not None and self.down.weighed[1] is not None:
             within.append(_Scores(self.down.weighed[0], self.down.weighed[1]))
-        spread = self.inside is not None and not same_shape(self.inside.product, self.down.rows)
-        if within and (len(within) > 1 or before is not None or self.down.bias is not None or spread):
+        if self.inside is not None and not same_shape(self.inside.product, self.down.rows):
+            return Refusal(
+                self.inside.product, "The routing weights multiply the rows between the products in another shape than "
+                "that in which the second product takes them.", _LATER,
+            )  # fmt: skip
+        if within and (len(within) > 1 or before is not None or self.down.bias is not None):
             return Refusal(
                 self.down.anchor, "The routing weights multiply what the second product takes, and not its bias, or "
                 "multiply twice.", _LATER,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.match import KEEP, Dispatch, Product, Refusal, Value
+from compile_passes.match import KEEP, Dispatch, Product, Refusal
 from compile_passes.patterns.counts import counts_of, offsets_of, row_ids
 from compile_passes.patterns.ids import are_in_range, exact_ids, is_harmless
 from compile_passes.patterns.rows import Order, Rows, is_mask, sorts
-from compile_passes.patterns.selection import listed_by, weights_listed_by
+from compile_passes.patterns.selection import chosen_by, weights_listed_by
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import as_many_by_a_guard, equal_sizes, example, has_shape, rank
 
@@ -88,12 +88,12 @@ def _sorted_rows(order: Order, up: Product) -> Dispatch | Refusal:
     ids = sorts(order.reading, rows.perm) if rows is not None else None
     if rows is None or rows.perm is None or ids is None:
         return _not_gathered(order, up)
-    return _dispatch(up, "loop" if up.sizes else "grouped_mm", rows, ids)
+    return _dispatch(up, _sorted_form(up), rows, ids)
 
 
 def _listed_rows(order: Order, up: Product, rows: Rows, mask: fx.Node) -> Dispatch | Refusal:
     """The tokens where a mask [experts, tokens] is set."""
-    found = listed_by(order.reading, mask, order.floor)
+    found = chosen_by(order.reading, mask, order.floor, 0)
     if found is None:
         return Refusal(
             mask, "A mask [experts, tokens] lists the rows, which cannot be proved to be set for top_k experts of each "
@@ -103,8 +103,12 @@ def _listed_rows(order: Order, up: Product, rows: Rows, mask: fx.Node) -> Dispat
     weights = None if rows.weights is None else weights_listed_by(order.reading, mask, rows.weights, order.floor)
     if rows.weights is not None and weights is None:
         return _not_gathered(order, up)
-    form = "loop" if up.sizes else "grouped_mm"
-    return _dispatch(up, form, replace(rows, top_k=top_k, weights=None), ids, weights)
+    made = _dispatch(up, _sorted_form(up), replace(rows, top_k=top_k, weights=None), ids)
+    return replace(made, weights=weights) if isinstance(made, Dispatch) else made
+
+
+def _sorted_form(up: Product) -> str:
+    return "loop" if up.sizes else "grouped_mm"
 
 
 def _not_gathered(order: Order, up: Product) -> Refusal:
@@ -150,9 +154,7 @@ def _repeated_rows(order: Order, up: Product) -> Dispatch | Refusal:
     return _dispatch(up, "batched_mm", rows, up.routing_key)
 
 
-def _dispatch(
-    up: Product, form: str, rows: Rows, ids: fx.Node, weights: Value | None = None
-) -> Dispatch | Refusal:  # fmt: skip
+def _dispatch(up: Product, form: str, rows: Rows, ids: fx.Node) -> Dispatch | Refusal:
     tokens, count = example(rows.hidden), example(ids)
     if tokens is None or count is None or (tokens.dim() != 2 and up.copies is None):
         return Refusal(
@@ -166,7 +168,7 @@ def _dispatch(
             up.anchor, f"There are {count.numel()} expert ids for {number} tokens, not top_k={rows.top_k} "
             "each.", "Gather with perm // topk_ids.shape[1].",
         )  # fmt: skip
-    return Dispatch(form, rows.hidden, ids, rows.perm, rows.top_k, weights=weights or rows.weights)
+    return Dispatch(form, rows.hidden, ids, rows.perm, rows.top_k, weights=rows.weights)
 
 
 def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product]) -> Refusal | None:

@@ -20,7 +20,7 @@ from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.contraction import TRANSPOSES
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_integers
 from compile_passes.patterns.limits import Limit, cut_short, same_limit
-from compile_passes.patterns.rows import Order, counted_off, entry_of, numbered, place_of
+from compile_passes.patterns.rows import Order, counted_off, entry_of, listed_mask, numbered, place_of
 from compile_passes.patterns.selection import Selection, beside_zeros, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
@@ -212,9 +212,9 @@ class Pairs:
     def _listing(self, value: Any) -> tuple[Any, fx.Node, int] | None:
         """(mask, what lists its places, or it, which result of that ``value`` is)."""
         call, shape = self.reading.read(value, "item", "index"), example(value)
-        where = None if call is None else self.reading.read(call["x"], "where nonzero", "mask as_tuple")
-        if call is not None and where is not None and "y" not in where.args:
-            return where["mask" if where.name == "where" else "x"], call["x"], call["index"]
+        mask = None if call is None else listed_mask(self.reading, call["x"])
+        if call is not None and mask is not None:
+            return mask, call["x"], call["index"]
         if shape is not None and shape.dtype == torch.bool:
             return value, value, 0
         column = self._column_of(value)
@@ -252,10 +252,8 @@ class Pairs:
         places = calls[0]["x"] if calls[0] is not None else None
         if any(call is None or call["x"] is not places or call["index"] != at for at, call in enumerate(calls)):
             return None
-        where = self.reading.read(places, "where nonzero", "mask as_tuple")
-        if places is None or where is None or "y" in where.args:
-            return None
-        return places, where["mask" if where.name == "where" else "x"]
+        mask = listed_mask(self.reading, places)
+        return None if places is None or mask is None else (places, mask)
 
     def _hits(self, mask: Any, number: int, places: fx.Node, place: int) -> Hits | None:
         found, boolean = self.of_mask(mask, number), places is mask
@@ -427,9 +425,7 @@ class Pairs:
         value = self.reading.strip(index)
         item = self.reading.read(value, "item", "index")
         if item is not None:  # the second of `(ids[places] == e).nonzero(as_tuple=True)`
-            where = self.reading.read(item["x"], "where nonzero", "mask as_tuple")
-            mask = None if where is None or "y" in where.args else where["mask" if where.name == "where" else "x"]
-            return bool(item["index"] == 1) and self._is_of_rows(mask, hits, number)
+            return bool(item["index"] == 1) and self._is_of_rows(listed_mask(self.reading, item["x"]), hits, number)
         source = self._of_tokens(value, hits)
         call = self.reading.read(value if source is None else self.reading.strip(source), "argmax", "dim keepdim")
         if call is None or call["dim"] not in (-1, (rank(call["x"]) or 0) - 1):

@@ -133,10 +133,7 @@ class Order:
             across = has_shape(call["x"], 1, tokens.shape[1]) or has_shape(call["x"], tokens.shape[1])
             return Positions("token", perm=chosen[1]) if across else None
         part = self.reading.read(node, "item", "index")
-        where = self.reading.read(part["x"], "where nonzero", "mask as_tuple") if part is not None else None
-        if part is None or where is None or part["index"] != 1:
-            return None
-        mask = where["mask" if where.name == "where" else "x"]
+        mask = None if part is None or part["index"] != 1 else listed_mask(self.reading, part["x"])
         return Positions("token", perm=mask) if is_mask(mask) and rank(mask) == 2 else None
 
     def chosen(self, value: Any) -> tuple[fx.Node, fx.Node] | None:
@@ -399,6 +396,14 @@ def numbered(reading: Reading, call: Call, dims: int) -> tuple[fx.Node, list[Any
     if view is None or inner is None or inner.dim() != dims or not has_shape(call["x"], *inner.shape, 1):
         return None
     return view["x"], parts
+
+
+def listed_mask(reading: Reading, places: Any) -> Any:
+    """The mask whose places ``torch.where(mask)`` or ``mask.nonzero(as_tuple=True)`` lists; None of other values."""
+    call = reading.read(places, "where nonzero", "mask as_tuple")
+    if call is None or "y" in call.args:
+        return None
+    return call["mask" if call.name == "where" else "x"]
 
 
 def is_mask(value: Any) -> bool:

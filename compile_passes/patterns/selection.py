@@ -102,20 +102,16 @@ def selected_of(
     return Selection(found.ids, weights, found.top_k)
 
 
-def listed_by(reading: Reading, mask: fx.Node, floor: torch.dtype) -> tuple[fx.Node, int] | None:
-    """(ids [..., K], K) of a mask [experts, tokens] that is set for K experts of every token, and for no others."""
-    found = _of_mask(reading, mask, floor, 0)
+def chosen_by(reading: Reading, mask: fx.Node, floor: torch.dtype, at: int) -> tuple[fx.Node, int] | None:
+    """(ids [..., K], K) of a mask of tokens and experts, these its dimension ``at``, that is set for K experts of every
+    token, and for no others.
+    """
+    found = _of_mask(reading, mask, floor, at)
     return None if found is None or not isinstance(found.ids, fx.Node) else (found.ids, found.top_k)
 
 
-def chosen_by(reading: Reading, mask: fx.Node, floor: torch.dtype) -> fx.Node | None:
-    """The ids of a mask [tokens, experts] as of `listed_by`."""
-    found = _of_mask(reading, mask, floor, 1)
-    return found.ids if found is not None and isinstance(found.ids, fx.Node) else None
-
-
 def weights_listed_by(reading: Reading, mask: fx.Node, scores: fx.Node, floor: torch.dtype) -> Value | None:
-    """What ``scores`` [experts, tokens] hold where a mask as of `listed_by` is set, [T, K] in the order of its ids."""
+    """What ``scores`` [experts, tokens] hold where a mask as of `chosen_by` is set, [T, K] in the order of its ids."""
     found, shape = _of_mask(reading, mask, floor, 0), example(mask)
     if found is None or shape is None:
         return None

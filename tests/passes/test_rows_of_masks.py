@@ -87,6 +87,22 @@ FORMS = {
 }
 
 
+def weighted_before(weigh=WEIGHTS["index"]):
+    def program(x, gate, w1, w2):
+        w, ids = route(x, gate)
+        like = F.linear(x, gate)
+        mask = by_ones(like, ids).T
+        offsets = by_ones(like, ids).sum(0).cumsum(0).to(torch.int32)
+        token, own = torch.where(mask)[1], weigh(scattered(like, ids, w), mask)
+        h = silu_glu(F.grouped_mm(x[token] * own[:, None], w1.mT, offs=offsets))
+        return torch.zeros_like(x).index_add_(0, token, F.grouped_mm(h, w2.mT, offs=offsets))
+
+    return program
+
+
+FORMS["before"] = weighted_before()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_fused(name):
     outcome = check(FORMS[name], *weights().values(), fullgraph=True)
@@ -114,6 +130,10 @@ MISSES = {
     "experts_of_where": program_of(listed=lambda mask: torch.where(mask)[0]),
     "weights_of_other_ids": program_of(spread=lambda like, ids, w: scattered(like, ids.flip(1), w)),
     "weights_by_another_mask": program_of(weigh=lambda scores, mask: scores.T.masked_select(mask.flip(0))),
+    "before_by_another_mask": weighted_before(lambda scores, mask: scores.T[mask.flip(0)]),
+    "before_of_other_ids": weighted_before(
+        lambda scores, mask: scattered(scores, (scores.topk(K)[1] + 1) % E, scores.topk(K)[0]).T[mask]
+    ),
     "experts_turned": program_of(turned=lambda mask: mask.T.flip(0)),
     "tokens_turned": program_of(turned=lambda mask: mask.T.flip(1)),
 }

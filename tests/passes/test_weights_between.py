@@ -139,6 +139,29 @@ def test_sums_elsewhere(program, fused):
     assert (outcome.problem, outcome.fused) == (None, fused)
 
 
+def one_expert_and_a_bias(x, gate, w1, w2):
+    """Its sum is of one row, to which its bias is added."""
+    ids = F.linear(x, gate).topk(1).indices
+    h = silu_glu(torch.einsum("th,tknh->tkn", x, w1[ids]))
+    return torch.einsum("tki,tkhi->th", h, w2[ids]) + w2[:, :, 0][ids[:, 0]]
+
+
+def in_another_shape(x, gate, w1, w2):
+    w, ids = route(x, gate)
+    scores = torch.zeros(x.shape[0], E, dtype=w.dtype).scatter(1, ids, w).to(x.dtype)
+    h = torch.bmm(x.expand(E, -1, -1), w1.mT).flatten(0, 1)
+    return torch.bmm((silu_glu(h) * scores.mT.reshape(-1, 1)).view(E, x.shape[0], -1), w2.mT).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [(one_expert_and_a_bias, "sums a token's rows before its bias"), (in_another_shape, "in another shape")],
+)
+def test_what_stops_it(program, reason):
+    (row, *_) = refusals(program, *weights(dtype=torch.float64).values(), fullgraph=True)
+    assert reason in row.reason and row.cure
+
+
 AFTER = BETWEEN["behind"]
 MISSES = {
     "in_the_gate": (sorted_rows(in_the_gate), "not the gate half"),
