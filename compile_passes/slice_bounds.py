@@ -26,6 +26,9 @@ CONVERSIONS = frozenset({
     "int", "to", "float", "squeeze", "detach", "ravel", "any", "transpose", "histc", "type", "nelement", "item",
 })  # fmt: skip
 _READ = frozenset({"item", "int", "tolist"})
+# Calls that count ids into zeros.
+_COUNTING = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"})
+_ZEROS = frozenset({"zeros", "new_zeros", "zeros_like"})
 _NUMBER = "_number_"  # of an expert, where the loop has no name for it
 
 
@@ -186,8 +189,19 @@ def counted(
             steps += 1
             value = subject(value)
         else:
-            return None
+            return found if _are_counted(value) or (steps and _are_compared(value)) else None
     return None
+
+
+def _are_counted(value: ast.expr) -> bool:
+    """`zeros.scatter_add_(0, ids, ones)`."""
+    into = subject(value) if isinstance(value, ast.Call) and called(value) in _COUNTING else None
+    return into is not None and called(into) in _ZEROS
+
+
+def _are_compared(value: ast.expr) -> bool:
+    """`ids[..., None] == experts`."""
+    return isinstance(value, ast.Compare) and isinstance(value.ops[0], ast.Eq)
 
 
 def _is_cumulated(value: ast.expr, scope: Scope, place: ast.stmt) -> bool:

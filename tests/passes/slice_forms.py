@@ -55,6 +55,58 @@ class WrittenBehindZero(Sorting):
         return out
 
 
+class CountsOfAChain(Sorting):
+    """Counts of a mask that one expression makes, and slices by running starts."""
+
+    def infer(self, x, ids, w):
+        counts = ids.new_zeros(len(ids), E).scatter_(1, ids, 1).sum(0).tolist()
+        order = ids.flatten().argsort()
+        rows, found, start = x[order // K], [], 0
+        for e, count in enumerate(counts):
+            if count == 0:
+                continue
+            found.append(self.experts[e](rows[start : start + count]))
+            start += count
+        back = torch.empty_like(rows)
+        back[order] = torch.cat(found)
+        return (back.view(*ids.shape, -1) * w[..., None]).sum(1)
+
+
+class CountsByComparing(Sorting):
+    """Ids compared with all experts at once."""
+
+    def infer(self, x, ids, w):
+        counts = (ids[..., None] == torch.arange(E)).sum((0, 1)).cpu().numpy()
+        order = ids.flatten().argsort()
+        token, weights, start = order // K, w.flatten()[order], 0
+        out = torch.zeros_like(x)
+        for e, count in enumerate(counts):
+            end = start + count
+            if count > 0:
+                mine = token[start:end]
+                out.index_add_(0, mine, self.experts[e](x[mine]) * weights[start:end, None])
+            start = end
+        return out
+
+
+class AddedToZeros(Sorting):
+    """Ones that are added to zeros where the ids are."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        ends = torch.zeros(E, dtype=torch.long).scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).tolist()
+        order = flat.argsort()
+        token, weights = order // K, w.flatten()[order]
+        out = torch.zeros_like(x)
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            mine = token[start:end]
+            out.index_add_(0, mine, self.experts[e](x[mine]) * weights[start:end, None])
+        return out
+
+
 class PaddedEndsInTheSlices(Sorting):
     def infer(self, x, ids, w):
         flat = ids.flatten()
@@ -460,7 +512,7 @@ FORMS = [
     OffsetsBehindZero, WrittenBehindZero, PaddedEndsInTheSlices, EndOfTheOneBefore, RunningStart, StartsAndEnds,
     CollectedBehindZero, BufferAddedToTokens, BufferPutBackByTheInverse, BufferPutBackByPlaces, ListAddedToTokens,
     TokenAndSlot, BesideTheirCounts, BesideStartsAndEnds, BesideDifferences, BesideNeighbours, Pairwise,
-    Repeated, OfThoseHit, ChunksOfThoseHit, Narrowed,
+    Repeated, OfThoseHit, ChunksOfThoseHit, Narrowed, CountsOfAChain, CountsByComparing, AddedToZeros,
 ]  # fmt: skip
 # Near misses, and what is said of them.
 MISSES = {
