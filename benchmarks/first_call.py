@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,16 +19,19 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import moe_ops
-from benchmarks import foreign
+from benchmarks import foreign, loops, tutorials
 from benchmarks.results import ResultFile, progress_bar
 from compile_passes import passes
 from compile_passes.tiny import model_of, tiny_model
 
 WIDTH, HEADS = 32, 4
+_CALLS = 51
 METHOD = (
     "tiny models of many layers, attention and an MoE layer in turn, each in a process of its own, no gradients, "
-    "torch.compile with the backend moe_ops and Inductor, without caches. seconds: the first call, from capture to "
-    "result; passes: of these in our passes, what they look at included"
+    "moe_ops.compile with Inductor, without caches. seconds: the first call, from capture to "
+    "result; passes: of these in our passes, what they look at included; prepared: what moe_ops.compile took before, "
+    "with its trial of one layer, of loops over 64 experts; again: the first call with another number of tokens; "
+    "call_us: a later call, median of 51"
 )
 
 
@@ -67,9 +72,11 @@ def _of_transformers(family: str, layers: int) -> tuple[nn.Module, Tensor]:
 
 def _of_others(make: Callable[[], nn.Module], layers: int) -> tuple[nn.Module, Tensor]:
     model = Decoder(make, layers)
-    if isinstance(model.layers[0], foreign.OF_LISTS):
-        moe_ops.stack_experts_(model)
     return model, torch.randn(1, 16, WIDTH, dtype=next(model.parameters()).dtype)
+
+
+def _of_loops(make: Callable[..., nn.Module], layers: int) -> tuple[nn.Module, Tensor]:
+    return Decoder(partial(make, dim=WIDTH, hidden=WIDTH, num_experts=64), layers), torch.randn(1, 16, WIDTH)
 
 
 MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {
@@ -79,6 +86,9 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {
     "deepspeed": partial(_of_others, foreign.DeepSpeed),
     "mask-loop": partial(_of_others, partial(foreign.ExpertLoop, "mask")),
     "where-loop": partial(_of_others, partial(foreign.ExpertLoop, "transformers")),
+    "hits-of-64": partial(_of_loops, loops.MixtralHits),
+    "slices-of-64": partial(_of_loops, loops.MoeInfer),
+    "places-of-64": partial(_of_loops, tutorials.UnflattenedPlaces),
 }
 
 
@@ -99,13 +109,30 @@ def measure(name: str, layers: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, given = MODELS[name](layers)
     counters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True), _timed() as spent:
+    row: dict[str, Any] = {"model": name, "layers": layers}
+    with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         start = time.perf_counter()
-        torch.compile(model.eval(), backend="moe_ops", fullgraph=True)(given)
-        seconds = time.perf_counter() - start
-    if counters["moe_ops"]["fused"] != layers:
-        raise RuntimeError(f"benchmarks: {counters['moe_ops']['fused']} of {layers} blocks of {name} are fused")
-    return {"model": name, "layers": layers, "seconds": seconds, "passes": sum(spent), "share": sum(spent) / seconds}
+        function = moe_ops.compile(model.eval(), fullgraph=True)
+        row["prepared"] = time.perf_counter() - start
+        counters.clear()
+        start = time.perf_counter()
+        with _timed() as spent:
+            function(given)
+        row["seconds"] = time.perf_counter() - start
+        if counters["moe_ops"]["fused"] != layers:
+            raise RuntimeError(f"benchmarks: {counters['moe_ops']['fused']} of {layers} blocks of {name} are fused")
+        start = time.perf_counter()
+        function(given[:, :8])
+        row["again"] = time.perf_counter() - start
+        row["call_us"] = statistics.median(_seconds_of(function, given) for _ in range(_CALLS)) * 1e6
+    return row | {"passes": sum(spent), "share": sum(spent) / row["seconds"]}
+
+
+def _seconds_of(function: Callable[[Tensor], Any], given: Tensor) -> float:
+    start = time.perf_counter()
+    function(given)
+    return time.perf_counter() - start
 
 
 @contextmanager
@@ -127,5 +154,6 @@ def _timed() -> Iterator[list[float]]:
 
 def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
-    of_call = f"first call {row['seconds']:6.1f} s, passes {row['passes']:5.2f} s, {100 * row['share']:.1f} %"
+    of_call = f"first call {row['seconds']:6.1f} s, passes {row['passes']:5.2f} s, {100 * row['share']:.1f} %, "
+    of_call += f"prepared in {row['prepared']:.1f} s, again {row['again']:.1f} s, then {row['call_us']:.0f} us"
     return f"{row['model']:>12} {row['layers']:3d} layers: {of_call}"

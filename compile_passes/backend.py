@@ -22,6 +22,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from compile_passes import compat
+from compile_passes.captures import writes_out
 from compile_passes.generation import prepare_generate
 from compile_passes.observe import default_compilations
 from compile_passes.passes import PASSES, SAVE, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
@@ -37,6 +38,7 @@ _PASSES_HOOK, _KEY_HOOK = "pre_grad_custom_pass", "post_grad_custom_pre_pass"
 _JOINT_HOOK = "joint_custom_pre_pass"  # forward and backward in one graph
 
 
+@writes_out
 def moe_ops(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -59,6 +61,7 @@ def moe_ops(
         return enter(compiled, reports)
 
 
+@writes_out
 def moe_ops_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile_passes.captures import few_turns
 from moe_ops.compat import captured_under, names_in
 
 try:
@@ -438,11 +439,12 @@ class LostFrame:
 SIZES, NUMBERS = "capture_dynamic_output_shape_ops", "capture_scalar_outputs"
 # What `moe_ops.compile` lets Dynamo capture, of the settings of `torch._dynamo.config`.
 _ALLOWED = (SIZES, NUMBERS)
+_WITHOUT = f"without {' and '.join(_ALLOWED)}"
 
 
-class _TwoTries:
-    """What makes compiled code of a frame under settings of `torch._dynamo.config`, and does it again without what
-    Dynamo is allowed to capture, if that fails.
+class _Tries:
+    """What makes compiled code of a frame under settings of `torch._dynamo.config`, with few turns of loops over
+    experts (`turns`), and does it again if that fails: with all turns, then without what Dynamo is allowed to capture.
 
     The settings hold for that alone, in whatever thread it is done: torch lets one at a time compile. Where code of a
     frame asks for a size that only the data knows (`if len(hit)`, `split(counts.tolist())`), Dynamo (torch 2.11 to
@@ -450,13 +452,13 @@ class _TwoTries:
     a block is captured on its own there.
     """
 
-    def __init__(self, convert: Any, settings: dict[str, bool]) -> None:
-        self.convert, self._settings = convert, settings
+    def __init__(self, convert: Any, settings: dict[str, bool], fullgraph: bool) -> None:
+        self.convert, self._settings, self._fullgraph = convert, settings, fullgraph
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend  # by which torch finds the backend
 
     @property
     def _clone_with_backend(self) -> Callable[[Any], Any]:
-        return lambda backend: _TwoTries(self.convert._clone_with_backend(backend), self._settings)
+        return lambda backend: _Tries(self.convert._clone_with_backend(backend), self._settings, self._fullgraph)
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config, decorators, types
@@ -464,17 +466,32 @@ class _TwoTries:
         # A function that alone is left to Python: torch looks for its frame next to its own, where this one is now.
         if sys._getframe(2).f_code is getattr(decorators, "_nonrecursive_disable_wrapper_code", None):
             return types.ConvertFrameReturn(apply_to_code=False)
+        few = None if config.suppress_errors else self._torchdynamo_orig_backend  # errors would end the first try
         try:
-            with config.patch(self._settings):
+            with few_turns(few) as capture, config.patch(self._settings):
                 return self.convert(frame, *args, **kwargs)
         except Exception as error:
-            if not self._settings and not any(getattr(config, name) for name in _ALLOWED):
+            if not capture.used and not self._is_allowed_more():
                 raise
-            code, reason = frame.f_code, str(error).partition("\n")[0]
-        log.info("%s (%s:%d) is captured without %s: %s", code.co_name, code.co_filename, code.co_firstlineno,
-                 " and ".join(_ALLOWED), reason)  # fmt: skip
+            self._say(frame, error, "in full" if capture.used else _WITHOUT)
+        if capture.used:
+            try:
+                with config.patch(self._settings):
+                    return self.convert(frame, *args, **kwargs)
+            except Exception as error:
+                if not self._is_allowed_more():
+                    raise
+                self._say(frame, error, _WITHOUT)
         with config.patch(dict.fromkeys(_ALLOWED, False)):
             return self.convert(frame, *args, **kwargs)
+
+    def _is_allowed_more(self) -> bool:
+        """Whether Dynamo may capture more than it does by itself, and would break the graph without that."""
+        return not self._fullgraph and bool(self._settings or any(getattr(torch._dynamo.config, n) for n in _ALLOWED))
+
+    def _say(self, frame: Any, error: Exception, how: str) -> None:
+        code, reason = frame.f_code, str(getattr(error, "inner_exception", error)).partition("\n")[0]  # a backend's
+        log.info("%s (%s:%d) is captured %s: %s", code.co_name, code.co_filename, code.co_firstlineno, how, reason)
 
 
 def compiled(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
@@ -483,20 +500,21 @@ def compiled(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 
 
 def capturing(function: Callable[..., Any], settings: dict[str, bool], *, fullgraph: bool) -> Callable[..., Any]:
-    """``function``, made by torch.compile, compiles its frames under ``settings``, in two tries: none fails for what
-    `moe_ops.compile` lets Dynamo capture. Where this torch compiles frames in another way, there is one, and the
-    settings are the process's from here on; with ``fullgraph`` torch has all that captured by itself.
+    """``function``, made by torch.compile, compiles its frames under ``settings``, in several tries: none fails for
+    what `moe_ops.compile` lets Dynamo capture, or for loops that are captured in few turns. Where this torch compiles
+    frames in another way, there is one, and the settings are the process's from here on; with ``fullgraph`` torch has
+    all that captured by itself.
     """
-    if fullgraph or not hasattr(function, "_torchdynamo_orig_callable"):  # or torch.compile is told to do nothing
+    if not hasattr(function, "_torchdynamo_orig_callable"):  # torch.compile is told to do nothing
         return function
     context = getattr(function, "dynamo_ctx", None)  # of a module
     callback: Any = names_in(function).get("callback") if context is None else context.callback
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
-    convert = convert.convert if isinstance(convert, _TwoTries) else convert
+    convert = convert.convert if isinstance(convert, _Tries) else convert
     if hasattr(convert, "_torchdynamo_orig_backend"):
-        callback._torchdynamo_orig_backend = _TwoTries(convert, settings)
+        callback._torchdynamo_orig_backend = _Tries(convert, {} if fullgraph else settings, fullgraph)
     else:
-        for name in settings:
+        for name in () if fullgraph else settings:
             setattr(torch._dynamo.config, name, True)
     return function
 

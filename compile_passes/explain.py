@@ -7,6 +7,7 @@ report.refused[0].module, report.refused[0].location, report.refused[0].reason, 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from torch import fx
 
 from compile_passes.adapters import find_adapters, why_not
 from compile_passes.builder import operator_name
+from compile_passes.captures import writes_out
 from compile_passes.compat import break_reason, compiled, compiling_apart
 from compile_passes.decide import Decision
 from compile_passes.diagram import Diagram, Snapshot, operators_of
@@ -25,6 +27,7 @@ from compile_passes.match import Refusal, Router, module_of, source
 from compile_passes.named import is_named, subject
 from compile_passes.passes import CAUSAL, FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
+from compile_passes.turns import NotAlike, check_used, write_out
 from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
 from meta.checks import fail
 from moe_ops.compat import as_written
@@ -72,12 +75,14 @@ def explained(
     """`explain` of a call; ``watch`` is given every graph before anything is fused in it."""
     module = model if isinstance(model, torch.nn.Module) else None
     collector = _Collector(Seen([] if module is None else find_experts(module)), watch)
-    report = collector.report
+    problem = None
     with as_written(model), compiling_apart(collector.collect, model) as (options, lost):
         try:
             compiled(model, backend=collector.collect, **options)(*args, **kwargs)
         except Exception as error:  # the report says so; a diagnosis must not end where the trouble starts
-            report.error = f"{type(error).__name__}: {_said(error)}"
+            problem = f"{type(error).__name__}: {_said(error)}"
+    report = collector.report
+    report.error = problem
     # Where a frame is captured again, the breaks are those of the second time, and what they are for is why it is.
     stops = [*(Stop(frame.reason, frame.where) for frame in lost if frame.again), *collector.breaks]
     report.graph_break_reasons = [stop.line for stop in stops]
@@ -106,14 +111,26 @@ class _Collector:
         self.refused: list[tuple[Refusal, str, Diagram | None]] = []
         self.breaks: list[Stop] = []
 
+    @writes_out
     def collect(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        before = {name: _copied(value) for name, value in vars(self).items()}
+        try:
+            return self._collect(gm, inputs)
+        except NotAlike:  # it comes again, with all turns of its loops
+            vars(self).update(before)
+            raise
+
+    def _collect(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        parts = graph_modules(gm)
+        for part in parts:
+            write_out(part.graph)
         self.report.graphs += 1
         self.seen.graph(gm, inputs)
-        parts = graph_modules(gm)
         joins = not needs_gradient(part.graph for part in parts)
         for part in parts:
             self.watch(part.graph)
             self._fuse(part, checked=part is gm, joins=joins)
+            check_used(part.graph)
             part.recompile()
         reason = break_reason(gm)
         if reason is not None:
@@ -149,6 +166,14 @@ class _Collector:
         except Exception as error:
             self.report.errors.append(f"drawing a block: {type(error).__name__}: {first_line(str(error))}")
             return None
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what a collector keeps, and of the lists and sets in it."""
+    made = copy.copy(value)
+    if isinstance(made, Report | Seen):
+        vars(made).update({name: copy.copy(part) for name, part in vars(made).items()})
+    return made
 
 
 def _rows(collector: _Collector) -> list[Refused]:

@@ -29,6 +29,8 @@ _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 SETTING = "_experts_implementation"
 # On a module whose loop has been given a static form: the names of the methods that were.
 STATIC = "_moe_ops_static"
+# On such a module: a number of its own for as long as its experts are as they were, as far as they tell; then 0.
+ALIKE = "_moe_ops_alike"
 # What was bound there, by which a wrapper that somebody has put around it since is told apart.
 FORMS: WeakSet[Callable[..., Any]] = WeakSet()
 PARAMETERS = nn.ParameterList | nn.ParameterDict
@@ -36,6 +38,8 @@ LISTS = nn.ModuleList | nn.ModuleDict | PARAMETERS
 # Children that are called by numbers: expert_0, expert_1; or ffn_0, ffn_1, where a router scores as many.
 _NUMBERED = re.compile(r"(\D+)(\d+)")
 _EXPERTS = re.compile(r"\D*experts?_?")
+#: So many experts take Dynamo long enough for a trial that spares it most of them.
+MANY = 16
 # How many modules around the experts belong to their block.
 _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
@@ -413,6 +417,14 @@ def cuts_by_numbers(module: nn.Module) -> bool:
 def loops_over_data(kind: type[nn.Module]) -> bool:
     """Whether ``forward`` of a class, or a method or function that it calls, loops over what only the data knows."""
     return any(_has_such_loop(tree) for tree in _forward_code(kind)) or has_dispatcher(kind)
+
+
+def loops_over_many(module: nn.Module) -> bool:
+    """Whether code of a module loops over something, not over what only the data knows, and it has many experts."""
+    counts = counts_of_experts(module) | {weight.shape[0] for weight in module.parameters(False) if weight.dim() > 2}
+    if max(counts, default=0) < MANY or is_static(module) or loops_over_data(type(module)):
+        return False
+    return any(isinstance(node, ast.For) for tree in _forward_code(type(module)) for node in ast.walk(tree))
 
 
 def _has_such_loop(tree: ast.AST) -> bool:

@@ -46,6 +46,7 @@ from compile_passes.recognise import recognise, recognise_calls, symbolic_number
 from compile_passes.rewrite import Rewriter
 from compile_passes.saved_routing import routing_of
 from compile_passes.transaction import change
+from compile_passes.turns import check_used, write_out
 from compile_passes.vocabulary import tensors_of
 from moe_ops.choice import LAYERS
 
@@ -357,8 +358,14 @@ def run_all(gm: fx.GraphModule) -> list[Report]:
     """Run every pass on ``gm`` and on the bodies of its higher-order operators.
 
     What is compiled of the result has to be entered through `enter`.
+
+    Raises:
+        NotAlike: turns of a loop that were written out are left, or cannot be.
     """
     parts = graph_modules(gm)
+    for part in parts:
+        if write_out(part.graph):
+            part.recompile()
     steps = _steps(PASSES, [part.graph for part in parts])
     reports = []
     with _no_collection():
@@ -367,6 +374,7 @@ def run_all(gm: fx.GraphModule) -> list[Report]:
             if any(report.changed for report in made):
                 part.recompile()
             reports += made
+            check_used(part.graph)
     return reports
 
 

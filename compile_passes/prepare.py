@@ -22,8 +22,10 @@ from compile_passes.class_counts import FIX_CLASSES, without_class_counts
 from compile_passes.compat import NUMBERS, SIZES
 from compile_passes.generation import get_compiled_call
 from compile_passes.loops import (
+    ALIKE,
     CAPTURABLE,
     LEFT,
+    LISTS,
     SETTING,
     ExpertLoop,
     cure,
@@ -33,13 +35,16 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     is_static,
     loops_over_data,
+    loops_over_many,
 )
 from compile_passes.rebind import Verdict, bind, fused_as_written, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
+from compile_passes.stack_slices import STACKS
 from compile_passes.stackable import ExpertList, expert_lists, taken_elsewhere, why_not
-from compile_passes.stacking import stack_list, unstack
-from compile_passes.trial import ON_META, unbind
+from compile_passes.stacking import stack_list, unstack, watch
+from compile_passes.static_loops import in_few_turns
+from compile_passes.trial import ON_META, rely_anew, unbind
 from meta.checks import check_module
 from moe_ops.compat import CAPTURED_UNDER, captured_under
 
@@ -51,6 +56,11 @@ _AGAIN = "Call moe_ops.compile(model) again when they are loaded."
 def prepare(model: nn.Module) -> None:
     """Make the experts of ``model`` capturable; warn of what was and was not done."""
     unbind(module for module in model.modules() if not is_static(module))
+    for module in model.modules():
+        if is_static(module) and not vars(module)[ALIKE]:
+            rely_anew(module)
+        if isinstance(module, LISTS) and STACKS in vars(module):
+            watch(module)
     loops = find_loops(model)
     switched = _switch(model, [loop for loop in loops if loop.switchable])
     cut = _allow_numbers(model)
@@ -58,6 +68,7 @@ def prepare(model: nn.Module) -> None:
     own = [loop for loop in loops if loop not in switched and not f"{loop.name}.".startswith(inside)]
     _make_static(model, own)
     _fix_class_counts(model)
+    _capture_few_turns(model, inside)
     _stack_lists(model)
     _capture_adapters(model)
     _allow_sizes(model)
@@ -174,7 +185,7 @@ def _fix_class_counts(model: nn.Module) -> None:
     """Bind code with fixed numbers of classes where a one-hot asks the data for their number."""
     kinds: dict[tuple[type, str], _Alike] = {}
     for name, module in find_blocks(model, _asks_for_classes):
-        verdict, _ = verdict_of(model, name, loops=False)
+        verdict, _ = verdict_of(model, name, None)
         if verdict.forms:
             bind(model, verdict)
         alike = kinds.setdefault((type(module), verdict.reason), _Alike(verdict))
@@ -189,6 +200,33 @@ def _fix_class_counts(model: nn.Module) -> None:
         else:
             mend = _AGAIN if reason == ON_META else FIX_CLASSES
             _say(f"{asked}; they are left as is. {_sentence(reason)} {mend}")
+
+
+def _capture_few_turns(model: nn.Module, inside: tuple[str, ...]) -> None:
+    """Have loops over many experts, which can be captured as they are, captured in few turns; not those ``inside``."""
+    kinds: dict[tuple[type, str], _Alike] = {}
+    lists = expert_lists(model)
+    taken = taken_elsewhere(model, lists) if lists else {}
+    for name, module in find_blocks(model, loops_over_many):
+        if f"{name}.".startswith(inside):
+            continue
+        loop = ExpertLoop(name, module, switchable=False, stacked=False)
+        verdict, _ = _unstackable(lists, loop, taken) or verdict_of(model, name, in_few_turns)
+        if verdict.forms:
+            bind(model, verdict)
+        alike = kinds.setdefault((type(module), verdict.reason), _Alike(verdict))
+        alike.names.append(name or type(module).__name__)
+    for (kind, reason), alike in kinds.items():
+        called = f"{_and_more(alike.names)} ({kind.__name__})"
+        if alike.verdict.forms:
+            said = "; ".join(line for form in alike.verdict.forms.values() for line in form.said)
+            _say(
+                f"moe_ops.compile: {called} run many experts one after the other, of which three are captured, and the "
+                f"others made in the graph as these are: {said}. That it is the graph of all was seen on a copy of one "
+                f"layer, in {alike.verdict.seconds:.1f} s; moe_ops.restore(model) undoes it."
+            )
+        else:
+            log.info("%s are captured in all turns: %s", called, reason)
 
 
 def _asks_for_classes(module: nn.Module) -> bool:

@@ -19,15 +19,16 @@ from torch import fx, nn
 
 from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
-from compile_passes.effects import Kept
+from compile_passes.effects import Kept, Written
 from compile_passes.explain import explained
+from compile_passes.loops import ALIKE
 from compile_passes.match import in_words
 from compile_passes.patterns.ids import are_distinct, are_integers, are_not_negative
 from compile_passes.reached import OF_TORCH
 from compile_passes.reading import Reading
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
-from compile_passes.stack_slices import METHODS
+from compile_passes.stack_slices import METHODS, STACKS
 from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
@@ -41,6 +42,7 @@ from compile_passes.trial import (
     takes_hidden_states_alone,
     takes_more,
 )
+from compile_passes.turns import as_text, is_written
 from compile_passes.vocabulary import example
 from moe_ops.logs import quiet
 
@@ -61,6 +63,7 @@ class Verdict:
         narrower: how many times narrower than the block its copy was, for want of memory.
         seconds: what the trial cost.
         alone: whether the block runs on hidden states alone; where it does not, one around it may.
+        few: whether the graph of a few turns of the loops says what all turns do; see `turns`.
     """
 
     forms: Mapping[str, StaticForm]
@@ -70,26 +73,29 @@ class Verdict:
     narrower: int = 1
     seconds: float = 0.0
     alone: bool = True
+    few: bool = False
 
 
 _VERDICTS: dict[Any, Verdict] = {}
 _Judgement = TypeVar("_Judgement")
 
 
-def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verdict, bool]:
+def verdict_of(
+    model: nn.Module, path: str, form_of: Callable[[nn.Module], StaticForm] | None = static_form
+) -> tuple[Verdict, bool]:
     """(the verdict on a module of ``model``, whether it is from an earlier trial).
 
     Args:
-        loops: on the loops of the module; False: on what else in it asks the data.
+        form_of: what makes a form of the loops of the module; None: the verdict is on what else in it asks the data.
     """
     start = time.perf_counter()
     verdict = Verdict({}, reason="its forward takes more than hidden states, and so do the modules around it")
     around, key, known = "", None, False
     try:
         module = model.get_submodule(path)
-        if loops:
+        if form_of is not None:
             _check_hooks(module)
-        own = static_form(module) if loops else None
+        own = None if form_of is None else form_of(module)
         for around in _blocks(model, path):
             key = None
             block = model.get_submodule(around)
@@ -103,7 +109,7 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
             if any(form.of_some_ids for form in forms.values()):
                 _check_ids_are_its_own(model, around, path)
             source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
-            key = (*forms, *source, *_facts(block))
+            key = (*forms, form_of, *source, *_facts(block))
             known = key in _VERDICTS
             if not known:
                 _VERDICTS[key] = _tried(block, forms, start)
@@ -140,7 +146,7 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         module = block.get_submodule(path)
         for converted, dtype in form.converts:
             held(module, converted).to(held(module, dtype))
-        bind_methods(module, form.functions(training=verdict.training))
+        bind_methods(module, form.functions(training=verdict.training, few=verdict.few))
 
 
 class _NotFused(NotStatic):
@@ -173,6 +179,10 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
 
 
 def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> Verdict:
+    if all(form.as_written for form in forms.values()):
+        if not _check_fused(trial, forms, block.training) or not _is_few_in_both_modes(trial, forms):
+            raise NotStatic("its turns are not alike")
+        return Verdict(forms, narrower=trial.narrowing.factor, few=True)
     methods = {path: form.functions() for path, form in forms.items()}
     trial.compare(methods, block.training)
     forms = {path: replace(form, converts=_converted(trial.copy.get_submodule(path), form))
@@ -184,14 +194,32 @@ def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> 
         training = None
     except NotStatic:
         pass  # the other mode runs the original
-    _check_fused(trial, forms, block.training)
+    few = _check_fused(trial, forms, block.training) and _is_few_in_both_modes(trial, forms)
     # With dropout in experts they are not fused; ids may be others.
     if training is None and (drew or any(form.of_some_ids for form in forms.values())):
         try:
-            _check_fused(trial, forms, not block.training)
+            few &= _check_fused(trial, forms, not block.training)
         except NotStatic:
             training = block.training
-    return Verdict(forms, training=training, narrower=trial.narrowing.factor)
+    return Verdict(forms, training=training, narrower=trial.narrowing.factor, few=few)
+
+
+def _is_few_in_both_modes(trial: Trial, forms: Mapping[str, StaticForm]) -> bool:
+    """Whether a few turns are enough in the mode, too, that the block is not in, where its code asks for the mode."""
+    parts = (part for form in forms.values() for tree in form.trees() for part in ast.walk(tree))
+    if not any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts):
+        return True
+    try:
+        return _check_fused(trial, forms, not trial.block.training)
+    except NotStatic:
+        return False
+
+
+def _holds_all(block: nn.Module, forms: Mapping[str, StaticForm]) -> bool:
+    """Whether the modules with loops hold all experts of a block: what others hold, their loops may be given."""
+    stacked = {module for module in block.modules() if STACKS in vars(module)}
+    looping = [block.get_submodule(path) for path, form in forms.items() if form.has_turns]
+    return bool(looping) and all(stacked <= {*module.modules()} for module in looping)
 
 
 def _converted(module: nn.Module, form: StaticForm) -> tuple[tuple[ast.expr, ast.expr], ...]:
@@ -202,22 +230,28 @@ def _converted(module: nn.Module, form: StaticForm) -> tuple[tuple[ast.expr, ast
     )  # fmt: skip
 
 
-def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> None:
+def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> bool:
     """Raise _NotFused when the static form is not captured in one graph, or not fused: it would be slow.
 
     Args:
         allowed: what Dynamo is allowed to capture, beside sizes of the data.
+
+    Returns:
+        Whether a few turns of its loops, written out, are the same graph, and leave the same on the modules.
     """
     block = trial.copy.train(training)
     for found in expert_lists(block):
         if why_not(found, {}) is None:
             stack_list(found)
-    methods = {path: form.functions() for path, form in forms.items()}
     kept = Kept(trial.effects, block)
     negative: list[str] = []
     repeated: list[str] = []
+    graphs: list[Any] = []
 
     def watch(graph: fx.Graph) -> None:
+        graphs.append(as_text(graph))
+        if any(map(is_written, graph.nodes)):
+            return
         reading = Reading(graph)
         compared = _compared(reading, graph)
         experts = 1 + max((number for *_, number in compared), default=0)
@@ -227,12 +261,18 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
             if any(form.once for form in forms.values()) and not _are_distinct(reading, ids, experts):
                 repeated.append(in_words(node))
 
-    try:  # what is refused in a trial is part of the verdict
-        with apart(), bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
-            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
-                report = explained(block, (trial.tokens("many tokens"),), {}, watch)
-    finally:
-        kept.put_back()
+    def captured(few: bool) -> tuple[Report, Any]:
+        methods = {path: form.functions(few=few) for path, form in forms.items()}
+        try:  # what is refused in a trial is part of the verdict
+            with apart(), bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
+                with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
+                    report = explained(block, (trial.tokens("many tokens"),), {}, watch)
+            left = kept.left()
+            return report, {name: None if isinstance(value, Written) else value for name, value in left.items()}
+        finally:
+            kept.put_back()
+
+    report, left = captured(few=False)
     problem = _problem(report)
     if problem is not None:
         raise _NotFused(problem)
@@ -246,6 +286,9 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
             f"its ids cannot be proved to be a token's only once each, at {repeated[0]}, and an expert that it has "
             "twice is counted once there, which moves the rows of others"
         )
+    in_full = list(graphs)
+    graphs.clear()
+    return _holds_all(block, forms) and captured(few=True)[1] == left and graphs == in_full
 
 
 def _compared(reading: Reading, graph: fx.Graph) -> list[tuple[fx.Node, Any, int]]:
@@ -320,7 +363,7 @@ def _facts(block: nn.Module) -> Iterator[Any]:
         yield path, getattr(type(module), "_moe_ops_original", type(module)), module.training
         for name, value in sorted(vars(module).items()):
             if name[:1] == "_":
-                if name not in OF_TORCH and isinstance(value, int | float | str | None):
+                if name not in OF_TORCH and name != ALIKE and isinstance(value, int | float | str | None):
                     yield name, repr(value)
             elif name not in METHODS:
                 settings = getattr(value, "to_dict", None)

@@ -6,7 +6,7 @@ import ast
 import copy
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
@@ -152,17 +152,21 @@ def held(module: nn.Module, value: ast.expr) -> Any:
     return None if inside is None else getattr(inside, value.attr, None)  # type: ignore[attr-defined]
 
 
-def build(source: Source, tree: ast.FunctionDef, helpers: Iterable[Helper] = ()) -> Callable[..., Any]:
+def build(
+    source: Source, tree: ast.FunctionDef, helpers: Iterable[Helper] = (), beside: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """The function of ``source`` with ``tree`` for its code: same globals, closure, defaults and line numbers.
 
     Args:
         helpers: functions that it calls by their names, to be called in place of those.
+        beside: what other names of it stand for.
 
     Raises:
         NotStatic: it has names that only its class can spell.
     """
     function = source.function
     given = {helper.source.name: build(helper.source, copy.deepcopy(helper.tree), helper.helpers) for helper in helpers}
+    given |= beside or {}
     for node in ast.walk(tree):
         spelled = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if spelled.startswith("__") and not spelled.endswith("__"):

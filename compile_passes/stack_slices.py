@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from compile_passes.loops import ALIKE
 from meta.checks import fail
 from moe_ops import quantized_state
 from moe_ops.quantized import QuantizedWeight
@@ -24,6 +25,10 @@ STACKS, SLICE = "_moe_ops_stacks", "_moe_ops_slice"
 # What may be set on a parameter, and goes to its stack.
 PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset, torch.dtype)
 
+#: Of modules of experts: those whose captured code goes by what it found in another expert; see `alike`.
+RELY: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+# Methods by which attributes of a module become others, and what is in a list.
+_CHANGES = ("__setattr__", "__delattr__", "__delitem__", "add_module", "insert", "clear")
 _SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 # Lists whose stacks were loaded, and in which call: the list of missing keys, of which every call has its own.
 _LOADED: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
@@ -40,6 +45,11 @@ def original(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that one of `sliced` was derived from."""
     found: type[nn.Module] = vars(kind).get("_moe_ops_original", kind)
     return found
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether it is told when an attribute of the module is set."""
+    return "_moe_ops_original" in vars(type(module))
 
 
 def sliced(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
@@ -161,13 +171,32 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
             setattr(made, key, value)
         return made
 
-    own: dict[str, Any] = {"__reduce_ex__": reduce, "register_parameter": register}
+    own = _watched(kind, names) | {"__reduce_ex__": reduce}
+    if not names:
+        return own
+    own["register_parameter"] = register
     own |= {"__getitem__": item} if issubclass(kind, nn.ParameterList) else {}
     if issubclass(kind, nn.ParameterDict):
         own["copy"] = lambda self: joined(self.items())
         own["__or__"] = lambda self, other: joined(self.items(), other.items())
         own["__ror__"] = lambda self, other: joined(other.items(), self.items())
     return own | {"_save_to_state_dict": save, "_load_from_state_dict": load, "__deepcopy__": deepcopy}
+
+
+def _watched(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+    """Methods of a module of an expert, or of a list of experts, that tell when something is set or put there."""
+
+    def telling(change: str, method: Any) -> Any:
+        def tell(self: nn.Module, *given: Any, **named: Any) -> Any:
+            result = method(self, *given, **named)
+            if change not in ("__setattr__", "__delattr__") or given[0] not in ("training", *names):
+                for loop in RELY.get(self, ()):
+                    vars(loop).update({ALIKE: 0} if ALIKE in vars(loop) else {})
+            return result
+
+        return tell
+
+    return {change: telling(change, getattr(kind, change)) for change in _CHANGES if hasattr(kind, change)}
 
 
 def _renewed(kind: type[nn.Module], names: tuple[str, ...], *given: Any) -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from compile_passes.stack_slices import (
     STACKS,
     Method,
     drop_stacks,
+    is_watched,
     load_stacks,
     make_single,
     original,
@@ -83,6 +85,14 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
+def watch(holder: nn.Module) -> None:
+    """Have a list that holds stacks, and the modules of its experts, tell when something is set on them."""
+    for module in holder.modules():
+        if not is_watched(module):
+            with suppress(Exception):  # of whatever runs when somebody derives from a class
+                module.__class__ = sliced(type(module), ())
+
+
 def unstack(model: nn.Module) -> nn.Module:
     """Undo `stack_experts_`: every expert has its own parameters again, with the present values and gradients."""
     lists = [module for module in model.modules() if STACKS in vars(module)]
@@ -96,6 +106,8 @@ def unstack(model: nn.Module) -> nn.Module:
             del vars(module)[name]
         if SLICE in vars(module):
             make_single(module)
+        elif is_watched(module):
+            module.__class__ = original(type(module))
     for module in lists:
         _drop(module)
     for name in sorted(names):
@@ -129,6 +141,8 @@ def stack_list(found: ExpertList) -> None:
     for layer in layers:
         layer.__class__ = sliced(original(type(layer)), tuple(sorted(vars(layer)[SLICE][1])))
     vars(module)[STACKS] = stacks
+    if isinstance(module, LISTS):
+        watch(module)
     for inner in [inner for expert in found.experts for inner in expert.modules()]:
         vars(inner).update({name: Method(inner, name) for name in METHODS})
     if not found.called and all(isinstance(layer, nn.Linear) for layer in layers):

@@ -57,6 +57,7 @@ from compile_passes.source import (
     subject,
     sure,
 )
+from compile_passes.turns import CALLED, in_turns, turned
 from compile_passes.updates import Updates
 from compile_passes.zero_sums import drop_results_of_zeros, drop_zero_sums
 
@@ -83,6 +84,7 @@ class StaticForm:
             pairs, is equal where it never has it twice.
         left_out: conditions on the arguments of ``forward`` that hold where it is given hidden states alone, as in a
             trial, where the form has to know of its ids: with other arguments they may be others.
+        as_written: whether it is the original's code, to be captured in few turns.
     """
 
     methods: dict[str, ast.FunctionDef]
@@ -94,11 +96,17 @@ class StaticForm:
     by_number: bool = False
     once: bool = False
     left_out: tuple[str, ...] = ()
+    as_written: bool = False
 
     @property
     def of_some_ids(self) -> bool:
         """Whether it is equal for some ids alone."""
         return self.by_number or self.once
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether it has loops that may be captured in few turns."""
+        return any(map(turned, self.methods.values()))
 
     def trees(self) -> Iterator[ast.FunctionDef]:
         """The changed code, that of helpers included."""
@@ -109,20 +117,21 @@ class StaticForm:
             yield helper.tree
             waiting.extend(helper.helpers)
 
-    def functions(self, *, training: bool | None = None) -> dict[str, Callable[..., Any]]:
+    def functions(self, *, training: bool | None = None, few: bool = False) -> dict[str, Callable[..., Any]]:
         """The functions by the names of the methods that they replace, compiled afresh.
 
         Args:
             training: run the original in the other mode; None replaces it in both.
+            few: let loops be captured in few turns.
         """
         made = {}
         for name, tree in self.methods.items():
-            own = copy.deepcopy(tree)
+            own = in_turns(tree) if few else copy.deepcopy(tree)
             mode = [] if training is None else [f"{'' if training else 'not '}{_given(own)[0]}.training"]
             holds = [*self.holds, *mode, *(self.left_out if name == "forward" else ())]
             if holds and not is_inherited(name):  # what calls that is the original then
                 own.body[:0] = [_original_unless(own, self.sources[name], holds)]
-            made[name] = build(self.sources[name], own, self.helpers.get(name, ()))
+            made[name] = build(self.sources[name], own, self.helpers.get(name, ()), CALLED if few else None)
         return made
 
 
@@ -166,6 +175,23 @@ def static_form(module: nn.Module) -> StaticForm:
     if left_out and methods.keys() != {"forward"}:
         raise NotStatic("its ids may be others where forward is given more than hidden states", found["forward"].tree)
     return StaticForm(methods, sources, tuple(said), tuple(holds), by_number=by_number, once=once, left_out=left_out)
+
+
+def in_few_turns(module: nn.Module) -> StaticForm:
+    """The code of a module as it is, whose loops over experts may be captured in few turns.
+
+    Raises:
+        NotStatic: it has no such loop.
+    """
+    sources = {name: source for name, source in methods_of(module).items() if turned(source.tree)}
+    said = [
+        f"line {loop.lineno}: `for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}`"
+        for source in sources.values() for loop in turned(source.tree)
+    ]  # fmt: skip
+    if not said:
+        raise NotStatic("no loop in it is over a number of experts")
+    methods = {name: copy.deepcopy(source.tree) for name, source in sources.items()}
+    return StaticForm(methods, sources, tuple(said), (), as_written=True)
 
 
 def _call_inherited(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import os
 import random
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compile_passes.effects import Effects, Kept, Written
-from compile_passes.loops import FORMS, STATIC
+from compile_passes.loops import ALIKE, FORMS, STATIC
 from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 from moe_ops.quantized import QuantizedWeight
@@ -43,6 +44,7 @@ BATCHES: dict[str, tuple[tuple[int, int], bool]] = {
 }
 # Sums of results may be taken in another order.
 ULPS = 64
+_NUMBERS = itertools.count(1)
 _WIDTHS = ("hidden_size", "d_model", "dim", "n_embd", "hidden_dim", "embed_dim", "input_size", "model_dim")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -264,11 +266,20 @@ def bind_methods(module: nn.Module, functions: Mapping[str, Callable[..., Any]])
         vars(module)[name] = MethodType(function, module)
         FORMS.add(function)
     vars(module)[STATIC] = tuple(functions)
+    rely_anew(module)
+
+
+def rely_anew(module: nn.Module) -> None:
+    """Nothing is known of a change of the experts of a module with static forms: what is captured from here on is asked
+    whether they are alike.
+    """
+    vars(module)[ALIKE] = next(_NUMBERS)
 
 
 def unbind(modules: Iterable[nn.Module]) -> None:
     """Undo `bind_methods` for modules; a wrapper that somebody has put around a method since stays."""
     for module in modules:
+        vars(module).pop(ALIKE, None)
         for name in vars(module).pop(STATIC, ()):
             method = getattr(vars(module).get(name), "__func__", None)
             of_class = getattr(type(module), getattr(method, "__name__", name), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import linecache
 import re
@@ -384,6 +385,20 @@ def keep_in_graphs(overload: Any) -> None:
     mark = getattr(torch.fx.node, "has_side_effect", None)
     if mark is not None:
         mark(overload)
+
+
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which Dynamo calls while it captures, with numbers, and whose result is a constant there.
+
+    ``torch.compiler.assume_constant_result`` says so in the same way, and imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def object_at(address: int) -> Any:
+    """The object of an ``id``, which has to be alive: Dynamo (torch 2.11) gives no modules to `constant_in_graphs`."""
+    return ctypes.cast(address, ctypes.py_object).value
 
 
 def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,77 @@
+"""Whether the experts of lists are alike, so that what is captured of a few goes for all of them.
+
+Stacked experts have their weights in one memory, but each is a module of its own, with attributes that code may read.
+Their classes (`stack_slices.sliced`) tell when one is set: what was captured is no longer valid then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from compile_passes.loops import ALIKE, LISTS, PARAMETERS
+from compile_passes.reached import OF_TORCH
+from compile_passes.stack_slices import METHODS, RELY, STACKS, is_watched, original, slices_in
+from compile_passes.trial import HOOKS
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def are_alike(module: nn.Module, many: int) -> bool:
+    """Whether the experts of ``module`` are alike, in lists of ``many`` and more: modules of the same classes with the
+    same attributes, and no hooks.
+
+    ``vars(module)[ALIKE]`` is 0 from when an attribute of one of them is set.
+    """
+    parts: list[nn.Module] = []
+    for inner in module.modules():
+        if STACKS in vars(inner):
+            experts = [_parts(child) for child in inner.children()]
+            if not all(any(True for _ in slices_in(child)) for child in inner.children()):
+                return False  # put there since
+            if not all(_are_equal(experts[0], other) for other in experts[1:]):
+                return False
+            parts += [inner, *(part for expert in experts for part in expert.values())]
+        elif isinstance(inner, LISTS) and not isinstance(inner, PARAMETERS) and len(inner) >= many:
+            return False
+    inside = {*parts}
+    others = [inner for inner in module.modules() if inner not in inside]
+    if any(isinstance(value, list | tuple | dict | set) and len(value) >= many
+           for other in others for value in _own(other).values()):  # fmt: skip
+        return False  # something for every expert, of which nobody hears when it changes
+    if not all(map(is_watched, parts)):
+        return False
+    for part in parts:
+        RELY.setdefault(part, WeakSet()).add(module)
+    return bool(vars(module).get(ALIKE))
+
+
+def _parts(expert: nn.Module) -> dict[str, nn.Module]:
+    return dict(expert.named_modules(remove_duplicate=False))
+
+
+def _are_equal(one: dict[str, nn.Module], other: dict[str, nn.Module]) -> bool:
+    return list(one) == list(other) and all(map(_is_equal, one.values(), other.values()))
+
+
+def _is_equal(one: nn.Module, other: nn.Module) -> bool:
+    """Whether code cannot tell two modules apart, but by their tensors."""
+    if original(type(one)) is not original(type(other)) or one.training != other.training:
+        return False
+    if any(getattr(inner, name, None) for inner in (one, other) for name in HOOKS):
+        return False
+    here, there = _own(one), _own(other)
+    return here.keys() == there.keys() and all(_is_same(value, there[name]) for name, value in here.items())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """What is set on a module, beside what every module has and what we put there."""
+    return {name: value for name, value in vars(module).items()
+            if name not in OF_TORCH and name not in METHODS and not name.startswith("_moe_ops")}  # fmt: skip
