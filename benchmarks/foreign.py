@@ -514,7 +514,3 @@ class DeepSpeed(nn.Module):
         combine2_sec = torch.einsum("se,sc->sec", gates2, locations2_sc)
         combine_weights = combine1_sec + combine2_sec
         return combine_weights, combine_weights.bool(), l_aux
-
-
-# Layers whose experts are modules of a list.
-OF_LISTS = (ExpertLoop, DeepSpeed)

@@ -21,6 +21,7 @@ from benchmarks import foreign, loops, tutorials
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.results import ResultFile, progress_bar
 from benchmarks.timing import INTERVALS, Run, Thunk, cpu_budget, in_turn, repeated, sequence, wait, warm
+from compile_passes.stackable import expert_lists
 
 CPU_SHRINK = 16  # of widths, where there is no GPU
 CALLS = 20  # of a sample
@@ -191,7 +192,7 @@ def _calls(way: Thunk) -> None:
 
 def _ours(module: nn.Module) -> Callable[[Tensor], Any]:
     """``module`` with its block fused: in a copy, with parameters of its own where a list of experts is stacked."""
-    tensors = [] if isinstance(module, (*foreign.OF_LISTS, loops.Block)) else [*module.parameters(), *module.buffers()]
+    tensors = [] if expert_lists(module) else [*module.parameters(), *module.buffers()]
     module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
     with warnings.catch_warnings():  # what it prepares
         warnings.simplefilter("ignore")

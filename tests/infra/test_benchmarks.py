@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters as compilations
 
-from benchmarks import e2e, host, layers, load, models, peers, pictures, report, timing
+from benchmarks import e2e, forms, host, layers, load, models, peers, pictures, report, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import layer_weights, make_case
 from benchmarks.models import MODELS
@@ -388,6 +389,17 @@ def test_layers_of_others_and_their_table(tmp_path: Path) -> None:
     assert all(row["ours_call_us"] > 0 and row["plain_call_us"] > 0 and row["error"] < 0.02 for row in document["rows"])
     assert "| mistral-loop | 8 | 2 | 256 | 896 | 1 |" in report.forms_table(document)
     assert main(["forms", "--forms", "nothing", "--json", str(tmp_path / "other.json")]) == 2
+
+
+def test_layers_of_transformers_are_fused_beside_the_plain_one() -> None:
+    """Ours has parameters of its own: a list whose weights somebody else holds, too, stays a list."""
+    layer = forms.FORMS["switch-transformers"].make(dim=16, hidden=16, num_experts=4, top_k=1).eval()
+    x = torch.randn(1, 8, 16)
+    with torch.no_grad():
+        ours = forms._ours(layer)
+        compilations.clear()
+        torch.testing.assert_close(forms._first(ours(x)), forms._first(layer(x)))
+    assert compilations["moe_ops"]["fused"] == 1
 
 
 def test_passes_in_a_first_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
