@@ -180,9 +180,10 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
 
 def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> Verdict:
     if all(form.as_written for form in forms.values()):
-        if not _check_fused(trial, forms, block.training) or not _is_few_in_both_modes(trial, forms):
+        if not _check_fused(trial, forms, block.training):
             raise NotStatic("its turns are not alike")
-        return Verdict(forms, narrower=trial.narrowing.factor, few=True)
+        mode = None if _is_few_in_the_other_mode(trial, forms) else block.training
+        return Verdict(forms, training=mode, narrower=trial.narrowing.factor, few=True)
     methods = {path: form.functions() for path, form in forms.items()}
     trial.compare(methods, block.training)
     forms = {path: replace(form, converts=_converted(trial.copy.get_submodule(path), form))
@@ -194,18 +195,20 @@ def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> 
         training = None
     except NotStatic:
         pass  # the other mode runs the original
-    few = _check_fused(trial, forms, block.training) and _is_few_in_both_modes(trial, forms)
+    few = _check_fused(trial, forms, block.training)
     # With dropout in experts they are not fused; ids may be others.
     if training is None and (drew or any(form.of_some_ids for form in forms.values())):
         try:
             few &= _check_fused(trial, forms, not block.training)
         except NotStatic:
             training = block.training
+    elif training is None and few:
+        few = _is_few_in_the_other_mode(trial, forms)
     return Verdict(forms, training=training, narrower=trial.narrowing.factor, few=few)
 
 
-def _is_few_in_both_modes(trial: Trial, forms: Mapping[str, StaticForm]) -> bool:
-    """Whether a few turns are enough in the mode, too, that the block is not in, where its code asks for the mode."""
+def _is_few_in_the_other_mode(trial: Trial, forms: Mapping[str, StaticForm]) -> bool:
+    """Whether a few turns are enough in the mode, too, that the block is not in; code that asks for no mode has one."""
     parts = (part for form in forms.values() for tree in form.trees() for part in ast.walk(tree))
     if not any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts):
         return True

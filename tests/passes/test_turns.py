@@ -431,6 +431,19 @@ class Ticking(Many):
         return out
 
 
+class Modes(Many):
+    """Every second expert is given a number more in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(K)
+        more = [1 + e % 2 if self.training else 1 for e in range(16)]
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None] * more[e])
+        return out
+
+
 class Odd(Many):
     """Every second expert is given a number more."""
 
@@ -469,6 +482,14 @@ def test_turns_that_few_tokens_tell_apart(written: list[int]) -> None:
         for count in (64, 4):
             check(function, original, rows(count))
     assert not written
+
+
+def test_turns_that_training_tells_apart(written: list[int]) -> None:
+    _, original, function = captured(Modes, written)
+    for training in (False, True):
+        with torch.no_grad():
+            check(function.train(training), original.train(training))
+        assert written == [16]  # in inference
 
 
 def test_turns_are_counted_as_they_were(written: list[int]) -> None:
