@@ -26,25 +26,26 @@ def are_alike(module: nn.Module, many: int) -> bool:
 
     ``vars(module)[ALIKE]`` is 0 from when an attribute of one of them is set.
     """
-    parts: list[nn.Module] = []
+    holders, parts = [], set[nn.Module]()
     for inner in module.modules():
         if STACKS in vars(inner):
+            holders.append(inner)
             experts = [_parts(child) for child in inner.children()]
             if not all(any(True for _ in slices_in(child)) for child in inner.children()):
                 return False  # put there since
             if not all(_are_equal(experts[0], other) for other in experts[1:]):
                 return False
-            parts += [inner, *(part for expert in experts for part in expert.values())]
+            parts |= {part for expert in experts for part in expert.values()}
         elif isinstance(inner, LISTS) and not isinstance(inner, PARAMETERS) and len(inner) >= many:
             return False
-    inside = {*parts}
-    others = [inner for inner in module.modules() if inner not in inside]
+    others = [inner for inner in module.modules() if inner not in parts]
     if any(isinstance(value, list | tuple | dict | set) and len(value) >= many
            for other in others for value in _own(other).values()):  # fmt: skip
         return False  # something for every expert, of which nobody hears when it changes
-    if not all(map(is_watched, parts)):
+    told = [*holders, *parts]
+    if not all(map(is_watched, told)):
         return False
-    for part in parts:
+    for part in told:
         RELY.setdefault(part, WeakSet()).add(module)
     return bool(vars(module).get(ALIKE))
 

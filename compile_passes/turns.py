@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from compile_passes.alike import are_alike
 from compile_passes.captures import capture, may_be_few
 from compile_passes.compat import is_of_the_data
 from compile_passes.loops import ALIKE
-from compile_passes.source import blocks, names
+from compile_passes.source import blocks, names, subject, sure
 from compile_passes.vocabulary import example, size_of, tensors_of
 from moe_ops.compat import constant_in_graphs, keep_in_graphs, object_at
 
@@ -61,16 +60,16 @@ def turns_of(count: int, address: int) -> int:
 
 _NAMES = ("_moe_ops_count_{}", "_moe_ops_captured_{}")
 #: What the code of `in_turns` calls.
-CALLED: dict[str, Callable[..., Any]] = {
+CALLED: dict[str, Any] = {
     "_moe_ops_turns_of": turns_of, "_moe_ops_turn": _TURN, "_moe_ops_is_captured": torch.compiler.is_dynamo_compiling,
-    "_moe_ops_may_be_few": may_be_few, "_moe_ops_first": islice,
+    "_moe_ops_may_be_few": may_be_few, "_moe_ops_first": islice, "_moe_ops_indexed": (torch.Tensor, nn.Module),
 }  # fmt: skip
 # Libraries of functions that have names of a tensor's methods.
 _PYTHONS = frozenset({"math", "operator", "numpy", "np", "random"})
 _BEFORE = """
 {count} = {of}
 {captured} = {count}
-if _moe_ops_is_captured() and _moe_ops_may_be_few() and {module}.{alike}:
+if _moe_ops_is_captured() and _moe_ops_may_be_few() and {module}.{alike} and {indexed}:
     {captured} = _moe_ops_turns_of({count}, id({module}))
 """
 _BEGINS = """
@@ -94,7 +93,9 @@ def in_turns(tree: ast.FunctionDef) -> ast.FunctionDef:
             if isinstance(loop, ast.For) and found is not None:
                 count, captured = (name.format(number) for name in _NAMES)
                 number += 1
-                fill = {"count": count, "captured": captured, "of": found[0], "module": module, "alike": ALIKE}
+                indexed = [f"isinstance({base}, _moe_ops_indexed)" for base in _indexed(loop) or ()]
+                fill = {"count": count, "captured": captured, "of": found[0], "module": module, "alike": ALIKE,
+                        "indexed": " and ".join(["True", *indexed])}  # fmt: skip
                 before, begins, ended = (_parsed(text.format(**fill), loop) for text in (_BEFORE, _BEGINS, _ENDED))
                 over = ast.parse(found[1].format(**fill), mode="eval").body
                 few = ast.For(loop.target, ast.copy_location(over, loop), [*begins, *loop.body], [])
@@ -124,7 +125,7 @@ def _turns(loop: ast.AST) -> tuple[str, str] | None:
         return None
     if any(isinstance(part, ast.Break | ast.Return | ast.Yield | ast.YieldFrom) for part in ast.walk(loop)):
         return None
-    if not _grows_alike(loop):
+    if not _grows_alike(loop) or _indexed(loop) is None:
         return None
     over, given = loop.iter, []
     if isinstance(over, ast.Call) and not over.keywords:
@@ -173,10 +174,32 @@ def _is_linear(number: ast.expr, around: dict[ast.AST, ast.AST], made: set[str])
     if isinstance(outer, ast.Call):
         library, _, name = ast.unparse(outer.func).rpartition(".")
         of_tensors = library not in _PYTHONS and (library in ("torch", "F") or hasattr(torch.Tensor, name))
-        return of_tensors if library else name in ("str", "getattr")
-    if isinstance(outer, ast.Subscript):
-        return outer.slice is number
-    return isinstance(outer, ast.Compare | ast.FormattedValue)
+        return of_tensors if library else name == "str" and _is_index(outer, around)
+    if isinstance(outer, ast.FormattedValue):
+        return _is_index(sure(ast.JoinedStr, around[outer]), around)
+    return _is_index(number, around) or isinstance(outer, ast.Compare)
+
+
+def _is_index(value: ast.expr, around: dict[ast.AST, ast.AST]) -> bool:
+    outer = around[value]
+    return isinstance(outer, ast.Subscript) and outer.slice is value
+
+
+def _indexed(loop: ast.For) -> list[str] | None:
+    """What a loop takes elements of by its number, which has to hold tensors or modules: of a list of numbers, or of
+    functions, nobody would hear when one is changed. None where that is made in the loop.
+    """
+    body = [part for statement in loop.body for part in ast.walk(statement)]
+    made = {part.id for part in body if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    numbers = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+    found: list[ast.expr | None] = [
+        part.value for part in body if isinstance(part, ast.Subscript) and names(part.slice) & numbers
+    ]
+    while any(isinstance(base, ast.Call) for base in found):
+        found = [subject(base) if isinstance(base, ast.Call) else base for base in found]  # what it is made of
+    bases = [base for base in found if base is not None and not names(base) & made]
+    named = all(isinstance(part, ast.Name | ast.Attribute | ast.Load) for base in bases for part in ast.walk(base))
+    return sorted({*map(ast.unparse, bases)}) if named and len(bases) == len(found) else None
 
 
 # ---- graphs
