@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,6 @@ from compile_passes.loops import (
     ALIKE,
     CAPTURABLE,
     LEFT,
-    LISTS,
     SETTING,
     ExpertLoop,
     cure,
@@ -39,7 +38,6 @@ from compile_passes.loops import (
 )
 from compile_passes.rebind import Verdict, bind, fused_as_written, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
-from compile_passes.source import sure
 from compile_passes.stack_slices import STACKS
 from compile_passes.stackable import ExpertList, expert_lists, taken_elsewhere, why_not
 from compile_passes.stacking import stack_list, unstack, watch
@@ -59,7 +57,7 @@ def prepare(model: nn.Module) -> None:
     for module in model.modules():
         if is_static(module) and not vars(module)[ALIKE]:
             rely_anew(module)
-        if isinstance(module, LISTS) and STACKS in vars(module):
+        if STACKS in vars(module):
             watch(module)
     loops = find_loops(model)
     switched = _switch(model, [loop for loop in loops if loop.switchable])
@@ -122,32 +120,50 @@ def restore(model: nn.Module) -> nn.Module:
 
 @dataclass
 class _Alike:
-    """The loops of one class that share a verdict."""
+    """The modules of one class, by their names in the model, that share a verdict."""
 
+    kind: type[nn.Module]
     verdict: Verdict
     names: list[str] = field(default_factory=list)
-    loop: ExpertLoop | None = None
+
+    @property
+    def called(self) -> str:
+        """How they are called, the model itself by its class."""
+        return _and_more([name or self.kind.__name__ for name in self.names])
+
+
+def _bind_alike(
+    model: nn.Module, modules: Iterable[tuple[str, nn.Module]], judged: Callable[[str, nn.Module], Verdict]
+) -> dict[tuple[type, str], _Alike]:
+    """Bind what the verdicts on modules of a model say; these by class and reason."""
+    kinds: dict[tuple[type, str], _Alike] = {}
+    for name, module in modules:
+        verdict = judged(name, module)
+        if verdict.forms:
+            bind(model, verdict)
+        kinds.setdefault((type(module), verdict.reason), _Alike(type(module), verdict)).names.append(name)
+    return kinds
 
 
 def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
     """Bind the static form of every loop that has one, and say what became of each kind of loop."""
-    kinds: dict[tuple[type, str], _Alike] = {}
     lists = expert_lists(model) if loops else []
     taken = taken_elsewhere(model, lists) if loops else {}
-    for loop in loops:
-        verdict, _ = _unstackable(lists, loop, taken) or verdict_of(model, loop.name)
+    own = {loop.name: loop for loop in loops}
+
+    def judged(name: str, module: nn.Module) -> Verdict:
+        verdict = _unstackable(lists, name, module, taken) or verdict_of(model, name)[0]
         if verdict.forms:
-            bind(model, verdict)
-            _allow([loop.module], SIZES)
+            _allow([module], SIZES)
         else:
-            LEFT[loop.module] = _sentence(verdict.reason)
-        alike = kinds.setdefault((type(loop.module), verdict.reason), _Alike(verdict))
-        alike.names.append(loop.name or type(loop.module).__name__)
-        alike.loop = loop
+            LEFT[module] = _sentence(verdict.reason)
+        return verdict
+
+    kinds = _bind_alike(model, ((loop.name, loop.module) for loop in loops), judged)
     for (kind, reason), alike in kinds.items():
-        called, verdict = f"{_and_more(alike.names)} ({kind.__name__})", alike.verdict
+        called, verdict = f"{alike.called} ({kind.__name__})", alike.verdict
         if not verdict.forms:
-            mend = _AGAIN if verdict.reason == ON_META else cure(sure(ExpertLoop, alike.loop), tried=True)
+            mend = _AGAIN if verdict.reason == ON_META else cure(own[alike.names[-1]], tried=True)
             _say(
                 f"moe_ops.compile: {called} run their experts in a Python loop, which cannot be captured; they are "
                 f"left as is. {_sentence(reason)} {mend}"
@@ -183,16 +199,11 @@ def _allow_numbers(model: nn.Module) -> list[str]:
 
 def _fix_class_counts(model: nn.Module) -> None:
     """Bind code with fixed numbers of classes where a one-hot asks the data for their number."""
-    kinds: dict[tuple[type, str], _Alike] = {}
-    for name, module in find_blocks(model, _asks_for_classes):
-        verdict, _ = verdict_of(model, name, None)
-        if verdict.forms:
-            bind(model, verdict)
-        alike = kinds.setdefault((type(module), verdict.reason), _Alike(verdict))
-        alike.names.append(name or type(module).__name__)
+    asking = find_blocks(model, _asks_for_classes)
+    kinds = _bind_alike(model, asking, lambda name, module: verdict_of(model, name, None)[0])
     for (kind, reason), alike in kinds.items():
         asked = (
-            f"moe_ops.compile: {_and_more(alike.names)} ({kind.__name__}) ask the data for the number of classes of a "
+            f"moe_ops.compile: {alike.called} ({kind.__name__}) ask the data for the number of classes of a "
             "one-hot, which cannot be captured"
         )
         if alike.verdict.forms:
@@ -204,20 +215,16 @@ def _fix_class_counts(model: nn.Module) -> None:
 
 def _capture_few_turns(model: nn.Module, inside: tuple[str, ...]) -> None:
     """Have loops over many experts, which can be captured as they are, captured in few turns; not those ``inside``."""
-    kinds: dict[tuple[type, str], _Alike] = {}
-    lists = expert_lists(model)
-    taken = taken_elsewhere(model, lists) if lists else {}
-    for name, module in find_blocks(model, loops_over_many):
-        if f"{name}.".startswith(inside):
-            continue
-        loop = ExpertLoop(name, module, switchable=False, stacked=False)
-        verdict, _ = _unstackable(lists, loop, taken) or verdict_of(model, name, in_few_turns)
-        if verdict.forms:
-            bind(model, verdict)
-        alike = kinds.setdefault((type(module), verdict.reason), _Alike(verdict))
-        alike.names.append(name or type(module).__name__)
-    for (kind, reason), alike in kinds.items():
-        called = f"{_and_more(alike.names)} ({kind.__name__})"
+    found = [(name, module) for name, module in find_blocks(model, loops_over_many)
+             if not f"{name}.".startswith(inside)]  # fmt: skip
+    lists = expert_lists(model) if found else []
+    taken = taken_elsewhere(model, lists) if found else {}
+
+    def judged(name: str, module: nn.Module) -> Verdict:
+        return _unstackable(lists, name, module, taken) or verdict_of(model, name, in_few_turns)[0]
+
+    for (kind, reason), alike in _bind_alike(model, found, judged).items():
+        called = f"{alike.called} ({kind.__name__})"
         if alike.verdict.forms:
             said = "; ".join(line for form in alike.verdict.forms.values() for line in form.said)
             _say(
@@ -246,14 +253,14 @@ def _proved(verdict: Verdict) -> str:
     )
 
 
-def _unstackable(lists: list[ExpertList], loop: ExpertLoop, taken: dict[int, str]) -> tuple[Verdict, bool] | None:
+def _unstackable(lists: list[ExpertList], name: str, module: nn.Module, taken: dict[int, str]) -> Verdict | None:
     """A verdict against a loop over a list that cannot be stacked: its static form would not be fused."""
     for found in lists:
-        if found.module is loop.module or found.path.startswith(f"{loop.name}." if loop.name else ""):
+        if found.module is module or found.path.startswith(f"{name}." if name else ""):
             problem = why_not(found, taken)
             if problem is not None:
-                problem = problem.removeprefix(f"{loop.name}.")
-                return Verdict({}, reason=f"its list of experts stays a list: {problem}"), True
+                problem = problem.removeprefix(f"{name}.")
+                return Verdict({}, reason=f"its list of experts stays a list: {problem}")
     return None
 
 

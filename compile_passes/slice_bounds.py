@@ -18,7 +18,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from compile_passes.source import Scope, assignments, called, is_zero, subject, sure
+from compile_passes.source import ZEROS, Scope, assignments, called, is_zero, subject, sure
 
 # What may lie between ids, or a mask of them, and counts of an expert's tokens.
 CONVERSIONS = frozenset({
@@ -28,7 +28,6 @@ CONVERSIONS = frozenset({
 _READ = frozenset({"item", "int", "tolist"})
 # Calls that count ids into zeros.
 _COUNTING = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"})
-_ZEROS = frozenset({"zeros", "new_zeros", "zeros_like"})
 _NUMBER = "_number_"  # of an expert, where the loop has no name for it
 
 
@@ -196,7 +195,7 @@ def counted(
 def _are_counted(value: ast.expr) -> bool:
     """`zeros.scatter_add_(0, ids, ones)`."""
     into = subject(value) if isinstance(value, ast.Call) and called(value) in _COUNTING else None
-    return into is not None and called(into) in _ZEROS
+    return into is not None and called(into) in ZEROS
 
 
 def _are_compared(value: ast.expr) -> bool:

@@ -24,6 +24,8 @@ _MODES: dict[str, Callable[[], Any]] = {
 # Calls that cut rows up, into parts of so many rows, and at such places.
 CUTS = frozenset({"split", "split_with_sizes"})
 CUTS_AT = frozenset({"tensor_split"})
+# Calls that make zeros.
+ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 _Kind = TypeVar("_Kind")
 
@@ -195,6 +197,15 @@ def build(
     for mode in reversed(source.modes):
         result = _MODES[mode]()(result)
     return result
+
+
+def parsed(text: str, line: int) -> list[ast.stmt]:
+    """Statements of a text, all at one line of a file."""
+    made = ast.parse(text).body
+    for node in (node for statement in made for node in ast.walk(statement)):
+        if isinstance(node, ast.stmt | ast.expr):
+            node.lineno = node.end_lineno = line
+    return made
 
 
 def _number(tree: ast.FunctionDef) -> None:

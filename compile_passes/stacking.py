@@ -86,8 +86,10 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
 
 
 def watch(holder: nn.Module) -> None:
-    """Have a list that holds stacks, and the modules of its experts, tell when something is set on them."""
-    for module in holder.modules():
+    """Have a list that holds stacks, and the modules of its experts, tell when something is set on them. A module with
+    experts beside others is left as it is.
+    """
+    for module in holder.modules() if isinstance(holder, LISTS) else ():
         if not is_watched(module):
             with suppress(Exception):  # of whatever runs when somebody derives from a class
                 module.__class__ = sliced(type(module), ())
@@ -141,8 +143,7 @@ def stack_list(found: ExpertList) -> None:
     for layer in layers:
         layer.__class__ = sliced(original(type(layer)), tuple(sorted(vars(layer)[SLICE][1])))
     vars(module)[STACKS] = stacks
-    if isinstance(module, LISTS):
-        watch(module)
+    watch(module)
     for inner in [inner for expert in found.experts for inner in expert.modules()]:
         vars(inner).update({name: Method(inner, name) for name in METHODS})
     if not found.called and all(isinstance(layer, nn.Linear) for layer in layers):

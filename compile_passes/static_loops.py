@@ -53,6 +53,7 @@ from compile_passes.source import (
     is_zero,
     methods_of,
     names,
+    parsed,
     separate,
     subject,
     sure,
@@ -596,8 +597,4 @@ def _original_unless(tree: ast.FunctionDef, source: Source, holds: list[str]) ->
     passed += [f"**{tree.args.kwarg.arg}"] if tree.args.kwarg else []
     condition = " and ".join(f"({hold})" for hold in holds)
     call = f"type({given[0]}).{source.name}({', '.join(passed)})"
-    statement = ast.parse(f"if not ({condition}):\n    return {call}").body[0]
-    for node in ast.walk(statement):
-        if hasattr(node, "lineno"):
-            node.lineno = node.end_lineno = tree.lineno  # type: ignore[attr-defined]
-    return statement
+    return parsed(f"if not ({condition}):\n    return {call}", tree.lineno)[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from compile_passes.alike import are_alike
 from compile_passes.captures import capture, may_be_few
 from compile_passes.compat import is_of_the_data
 from compile_passes.loops import ALIKE
-from compile_passes.source import blocks, names, subject, sure
+from compile_passes.source import blocks, names, parsed, subject, sure
 from compile_passes.vocabulary import example, size_of, tensors_of
 from moe_ops.compat import constant_in_graphs, keep_in_graphs, object_at
 
@@ -93,11 +94,12 @@ def in_turns(tree: ast.FunctionDef) -> ast.FunctionDef:
             if isinstance(loop, ast.For) and found is not None:
                 count, captured = (name.format(number) for name in _NAMES)
                 number += 1
-                indexed = [f"isinstance({base}, _moe_ops_indexed)" for base in _indexed(loop) or ()]
-                fill = {"count": count, "captured": captured, "of": found[0], "module": module, "alike": ALIKE,
+                indexed = [f"isinstance({base}, _moe_ops_indexed)" for base in found.indexed]
+                fill = {"count": count, "captured": captured, "of": found.count, "module": module, "alike": ALIKE,
                         "indexed": " and ".join(["True", *indexed])}  # fmt: skip
-                before, begins, ended = (_parsed(text.format(**fill), loop) for text in (_BEFORE, _BEGINS, _ENDED))
-                over = ast.parse(found[1].format(**fill), mode="eval").body
+                texts = (text.format(**fill) for text in (_BEFORE, _BEGINS, _ENDED))
+                before, begins, ended = (parsed(text, loop.lineno) for text in texts)
+                over = ast.parse(found.over.format(**fill), mode="eval").body
                 few = ast.For(loop.target, ast.copy_location(over, loop), [*begins, *loop.body], [])
                 body[place : place + 1] = [*before, ast.copy_location(few, loop), *ended]
     return tree
@@ -108,37 +110,47 @@ def turned(tree: ast.FunctionDef) -> list[ast.For]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.For) and _turns(node) is not None]
 
 
-def _parsed(text: str, loop: ast.stmt) -> list[ast.stmt]:
-    made = ast.parse(text).body
-    for statement in made:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.stmt | ast.expr):
-                node.lineno = node.end_lineno = loop.lineno
-    return made
+@dataclass(frozen=True)
+class _Turns:
+    """What a loop says of its turns, as source.
+
+    Attributes:
+        count: how many there are.
+        over: what it goes over if only so many of them are ``{captured}``.
+        indexed: what it takes elements of by its number.
+    """
+
+    count: str
+    over: str
+    indexed: list[str]
 
 
-def _turns(loop: ast.AST) -> tuple[str, str] | None:
-    """(how many turns a loop has, what it goes over if only so many of them are ``{captured}``), where all of them run
-    and are counted before: over numbers from 0, or what a module holds, with its numbers or without.
+def _turns(loop: ast.AST) -> _Turns | None:
+    """The turns of a loop where all of them run, are alike and are counted before: over numbers from 0, or over what a
+    module holds, with its numbers or without.
     """
     if not isinstance(loop, ast.For) or loop.orelse:
         return None
     if any(isinstance(part, ast.Break | ast.Return | ast.Yield | ast.YieldFrom) for part in ast.walk(loop)):
         return None
-    if not _grows_alike(loop) or _indexed(loop) is None:
+    indexed = _indexed(loop)
+    if indexed is None or not _grows_alike(loop):
         return None
     over, given = loop.iter, []
     if isinstance(over, ast.Call) and not over.keywords:
         given = [ast.unparse(value) for value in over.args]
     name = ast.unparse(over.func) if isinstance(over, ast.Call) else ""
     if name == "range" and (len(given) == 1 or (len(given) == 2 and given[0] == "0")):
-        return given[-1], "range({captured})"
+        return _Turns(given[-1], "range({captured})", indexed)
     held = over.args[0] if isinstance(over, ast.Call) and name == "enumerate" and len(given) == 1 else over
-    if not isinstance(held, ast.Attribute) or any(
-        isinstance(part, ast.Call | ast.Subscript) for part in ast.walk(held)
-    ):
+    if not isinstance(held, ast.Attribute) or not _is_named(held):
         return None
-    return f"len({ast.unparse(held)})", f"_moe_ops_first({ast.unparse(over)}, {{captured}})"
+    return _Turns(f"len({ast.unparse(held)})", f"_moe_ops_first({ast.unparse(over)}, {{captured}})", indexed)
+
+
+def _is_named(value: ast.expr) -> bool:
+    """Whether it is a name, or an attribute of one."""
+    return all(isinstance(part, ast.Name | ast.Attribute | ast.Load) for part in ast.walk(value))
 
 
 def _grows_alike(loop: ast.For) -> bool:
@@ -198,8 +210,7 @@ def _indexed(loop: ast.For) -> list[str] | None:
     while any(isinstance(base, ast.Call) for base in found):
         found = [subject(base) if isinstance(base, ast.Call) else base for base in found]  # what it is made of
     bases = [base for base in found if base is not None and not names(base) & made]
-    named = all(isinstance(part, ast.Name | ast.Attribute | ast.Load) for base in bases for part in ast.walk(base))
-    return sorted({*map(ast.unparse, bases)}) if named and len(bases) == len(found) else None
+    return sorted({*map(ast.unparse, bases)}) if len(bases) == len(found) and all(map(_is_named, bases)) else None
 
 
 # ---- graphs
@@ -259,15 +270,20 @@ def as_text(graph: fx.Graph) -> list[Any]:
             return {name: said(part) for name, part in value.items()}
         if isinstance(value, slice):
             return ["slice", *map(said, (value.start, value.stop, value.step))]
-        return "" if isinstance(value, str) else (type(value).__name__, value)  # messages name nodes
+        return type(value).__name__, value
 
     for node in graph.nodes:
         places[node] = f"%{len(places)}"
         found = example(node)
         kind = None if found is None else (found.dtype, found.dim(), found.requires_grad)
         target = None if node.op in ("placeholder", "output") else node.target
-        rows.append((node.op, target, said(node.args), said(node.kwargs), kind))
+        rows.append((node.op, target, said(_without_message(node)), said(node.kwargs), kind))
     return rows
+
+
+def _without_message(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node, of an assertion without what it says, which names nodes."""
+    return node.args[:1] if node.target is torch.ops.aten._assert_scalar.default else node.args
 
 
 class _Loop:
@@ -289,7 +305,8 @@ class _Loop:
                 made: list[fx.Node] = []
                 self.turns.append(made)
                 for one, two in zip(self.one, self.two, strict=True):
-                    args, kwargs = self._taken(one.args, two.args), self._taken(one.kwargs, two.kwargs)
+                    args = self._taken(_without_message(one), _without_message(two))
+                    args, kwargs = args + two.args[len(args) :], self._taken(one.kwargs, two.kwargs)
                     node = self.graph.create_node(two.op, two.target, args, kwargs)
                     node.meta = {**two.meta, _WRITTEN: turn}
                     made.append(node)
@@ -316,7 +333,7 @@ class _Loop:
             return slice(*(self._taken(getattr(one, end), getattr(two, end)) for end in ("start", "stop", "step")))
         if type(one) is int:
             return two + (len(self.turns) - TURNS) * (two - one)
-        if one is not two and one != two and not isinstance(one, str):  # the messages of assertions name nodes
+        if one is not two and one != two:
             raise NotAlike(f"a turn takes {two}, where the one before it takes {one}")
         return two
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 import ast
 
 from compile_passes.emptiness import Tests, is_empty
-from compile_passes.source import Scope, called, names
-
-_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+from compile_passes.source import ZEROS, Scope, called, names
 
 
 def is_zero_sum(node: ast.AST) -> bool:
@@ -80,7 +78,7 @@ def _added(body: list[ast.stmt]) -> ast.expr | None:
         case _:
             return None
     parts = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    return added if any(called(part) in _ZEROS for part in parts) else None
+    return added if any(called(part) in ZEROS for part in parts) else None
 
 
 def _own(body: list[ast.stmt]) -> set[str]:

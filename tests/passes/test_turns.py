@@ -6,9 +6,11 @@ call or after it, hooks, counts of calls, numbers that grow in another way than 
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import pickle
+import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -578,6 +580,68 @@ def test_a_graph_that_is_not_that_of_all_turns_is_not_taken(
     assert not written and counters["moe_ops"]["fused"] == 1
 
 
+# ---- code
+
+ALIKE_LOOPS = [
+    "for e in range(n):\n y = x[e]",
+    "for e in range(0, n):\n y = x[:, 2 * e + k]",
+    "for e, f in enumerate(self.experts):\n y = f(x[ids == e])",
+    "for f in self.experts:\n y = f(x)",
+    "for e in range(n):\n y = x.select(0, e) + torch.roll(x, e)",
+    "for e in range(n):\n y = self.experts[f'expert_{e}'](x) + self.others[str(e)](x)",
+    "for e in range(n):\n y = x.permute(1, 0)[e] + F.relu(x)[e]",
+    "for e in range(n):\n if self.bias is not None:\n  y = x[e] + self.bias[e]",
+]
+OTHER_LOOPS = {
+    "other_start": "for e in range(1, n):\n y = x[e]",
+    "steps": "for e in range(0, n, 2):\n y = x[e]",
+    "numbers_from_1": "for e, f in enumerate(self.experts, 1):\n y = f(x)",
+    "a_name": "for f in experts:\n y = f(x)",
+    "a_call": "for f in self.chosen():\n y = f(x)",
+    "of_a_part": "for f in self.lists[0].experts:\n y = f(x)",
+    "else": "for e in range(n):\n y = x[e]\nelse:\n y = x",
+    "break": "for e in range(n):\n y = x[e]\n if self.one:\n  break",
+    "return": "for e in range(n):\n y = x[e]\n if self.one:\n  return y",
+    "if": "for e in range(n):\n y = x[0]\n if e:\n  y = x[1]",
+    "if_of_what_is_made": "for e in range(n):\n y = x[e]\n if y.any():\n  z = y",
+    "expression": "for e in range(n):\n y = x[0] if e else x[1]",
+    "and": "for e in range(n):\n y = e and x[0]",
+    "assert": "for e in range(n):\n assert e < 9\n y = x[e]",
+    "comprehension": "for e in range(n):\n y = [f for f in x if e]",
+    "remainder": "for e in range(n):\n y = x[e % 2]",
+    "quotient": "for e in range(n):\n y = x[e // 2]",
+    "times_what_is_made": "for e in range(n):\n k = len(x)\n y = x[e * k]",
+    "other_name": "for e in range(n):\n i = e\n y = x[i]",
+    "assigned": "for e in range(n):\n e = 0\n y = x[e]",
+    "least": "for e in range(n):\n y = x[min(e, 3)]",
+    "floor": "for e in range(n):\n y = x[math.floor(e)]",
+    "own_method": "for e in range(n):\n y = self.part_of(e)",
+    "own_attribute": "for e in range(n):\n y = getattr(self, f'up_{e}')(x)",
+    "text": "for e in range(n):\n y = named(str(e))",
+    "list": "for e in range(n):\n y = [1, 2, 4][e]",
+    "made_list": "for e in range(n):\n k = x.tolist()\n y = k[e]",
+    "operand": "for e in range(n):\n y = (x + x)[e]",
+}  # fmt: skip
+
+
+def method(loop: str) -> ast.FunctionDef:
+    found = ast.parse("def forward(self, x, ids, n, k):\n" + textwrap.indent(loop, "    ")).body[0]
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+@pytest.mark.parametrize("loop", ALIKE_LOOPS)
+def test_loops_of_turns(loop: str) -> None:
+    assert len(turns.turned(method(loop))) == 1
+    assert "_moe_ops_turn(0)" in ast.unparse(turns.in_turns(method(loop)))
+
+
+@pytest.mark.parametrize("name", OTHER_LOOPS)
+def test_loops_of_other_turns(name: str) -> None:
+    tree = method(OTHER_LOOPS[name])
+    assert not turns.turned(tree) and ast.dump(turns.in_turns(tree)) == ast.dump(tree)
+
+
 # ---- who does not write them out
 
 
@@ -736,6 +800,14 @@ def _floats(graph: fx.Graph, x: fx.Node) -> Any:
     return x
 
 
+def _texts(graph: fx.Graph, x: fx.Node) -> Any:
+    for text in ("i->i", "i->i", "i->"):
+        turn(graph, 6)
+        x = graph.call_function(torch.einsum, (text, x))
+    turn(graph, 0)
+    return x
+
+
 def _first_behind(graph: fx.Graph, x: fx.Node) -> Any:
     found = []
     for e in range(3):
@@ -765,7 +837,7 @@ def _inside(graph: fx.Graph, x: fx.Node) -> Any:
     return x
 
 
-@pytest.mark.parametrize("code", [_open, _others, _floats, _first_behind, _longer, _inside])
+@pytest.mark.parametrize("code", [_open, _others, _floats, _texts, _first_behind, _longer, _inside])
 def test_turns_that_are_not_alike_are_not_written_out(code: Callable[[fx.Graph, fx.Node], Any]) -> None:
     with pytest.raises(NotAlike):
         write_out(graph_of(code))
