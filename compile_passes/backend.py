@@ -222,3 +222,4 @@ _NOTHING_COMPILED = (
 
 for _name, _function in (("moe_ops", moe_ops), ("moe_ops_eager", moe_ops_eager)):
     compat.register_backend(_function, _name)
+compat.leave_sizes_of_einsum_open()

@@ -58,6 +58,7 @@ __all__ = [
     "is_of_the_data",
     "is_plain",
     "is_tracing",
+    "leave_sizes_of_einsum_open",
     "mode_options",
     "must_save",
     "number_by_a_guard",
@@ -90,6 +91,38 @@ def statically_known_true(condition: bool | torch.SymBool) -> bool:
         return condition
     known = feature("torch.fx.experimental.symbolic_shapes", "statically_known_true")
     return known is not None and bool(known(condition))
+
+
+class _OptEinsum:
+    """The package, asked for orders of contraction by the sizes that symbols were traced with."""
+
+    def __init__(self, package: Any) -> None:
+        self.package = package
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.package, name)
+
+    def contract_path(self, equation: str, *operands: Any, **options: Any) -> Any:
+        """As the package's; from left to right where a size is of the data."""
+        shapes = [tuple(operand.shape) for operand in operands]
+        if all(type(size) is int for shape in shapes for size in shape):
+            return self.package.contract_path(equation, *operands, **options)
+        known = [tuple(getattr(getattr(n, "node", None), "hint", n) for n in shape) for shape in shapes]
+        if any(size is None for shape in known for size in shape):
+            # What two were contracted to is the last from then on.
+            return [(0, 1), *((0, left - 1) for left in range(len(operands) - 1, 1, -1))], None
+        return self.package.contract_path(equation, *known, shapes=True, **options)
+
+
+def leave_sizes_of_einsum_open() -> None:
+    """From here on captured numbers of tokens stay open where torch.einsum has three operands or more and opt_einsum is
+    installed, which compares sizes: each comparison would be a guard, and every batch size a compilation.
+    """
+    backend: Any = torch.backends.opt_einsum
+    package = backend.get_opt_einsum() if hasattr(backend, "get_opt_einsum") else None
+    if package is not None and not isinstance(package, _OptEinsum):
+        by_hints = _OptEinsum(package)
+        backend.get_opt_einsum = lambda: by_hints
 
 
 def equal_by_a_guard(one: Any, two: Any) -> bool:

@@ -164,8 +164,7 @@ def check_shape(
         elif not is_known(actual == wanted):  # to Dynamo symbols are numbers
             if is_known(actual != wanted):
                 raise _wrong_shape(op, argument, shape, letters, sizes, hint, cure)
-            # It takes no message that says the sizes.
-            _check_value(actual == wanted, lambda: f"{op}: {argument} must be of another size. {cure}")
+            torch._check_value(actual == wanted)  # graphs keep no message
 
 
 def describe(letters: str, sizes: Sizes) -> str:

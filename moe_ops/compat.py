@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _AfterImport(MetaPathFinder):
@@ -387,8 +389,8 @@ def keep_in_graphs(overload: Any) -> None:
         mark(overload)
 
 
-def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which Dynamo calls while it captures, with numbers, and whose result is a constant there.
+def constant_in_graphs(function: F) -> F:
+    """``function``, which Dynamo calls while it captures, with numbers or text, and whose result is a constant there.
 
     ``torch.compiler.assume_constant_result`` says so in the same way, and imports Dynamo.
     """

@@ -38,6 +38,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def _of_bytes(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """What `as_bytes` gave the memory of."""
+    if memory.numel() == 0:  # Inductor of torch 2.11 does not take such a view for one of stride 1
+        return memory.new_empty(shape, dtype=dtype)
+    return memory.view(dtype).view(shape)
+
+
 def start_all_gather(
     tensors: Sequence[Tensor], group: Group, *, direct: bool = False, apart: bool = False
 ) -> list[Tensor]:
@@ -94,7 +101,7 @@ def _once(grad: Tensor) -> Tensor:
 
 def _all_to_all(grad: Tensor, group: Group) -> Tensor:
     grad = _once(grad)
-    return _wait(start_all_to_all(grad, group)).view(grad.dtype).view(grad.shape)
+    return _of_bytes(_wait(start_all_to_all(grad, group)), grad.dtype, grad.shape)
 
 
 def sum_of_ranks(parts: Tensor, added: Tensor | None = None) -> Tensor:
@@ -113,7 +120,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, own: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return received.view(own.dtype).view(group.size, *own.shape)
+        return _of_bytes(received, own.dtype, (group.size, *own.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -124,7 +131,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, own: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return received.view(own.dtype).view(own.shape)
+        return _of_bytes(received, own.dtype, own.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -135,7 +142,7 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, own: Tensor, group: Group) -> Tensor:
         ctx.rank = group.rank
-        return _wait(received).view(own.dtype).view(group.size, *own.shape)
+        return _of_bytes(_wait(received), own.dtype, (group.size, *own.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -152,7 +159,7 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         group, grad = ctx.group, _once(grads[0])
         (received,) = start_all_gather([grad], group)
-        return sum_of_ranks(_wait(received).view(grad.dtype).view(group.size, *grad.shape)), None
+        return sum_of_ranks(_of_bytes(_wait(received), grad.dtype, (group.size, *grad.shape))), None
 
 
 def wait_all_gather(

@@ -9,8 +9,8 @@ from weakref import ref
 import torch.distributed as dist
 
 from meta.checks import describe_value, fail
+from moe_ops.compat import constant_in_graphs
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 #: What stands for a group in calls.
 GroupLike: TypeAlias = "dist.ProcessGroup | dist.device_mesh.DeviceMesh | str"
@@ -30,12 +30,6 @@ class Group(NamedTuple):
     name: str
     rank: int
     size: int
-
-
-def constant(function: F) -> F:
-    """``torch.compiler.assume_constant_result``, which imports Dynamo and Triton in order to do just this."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def resolve(op: str, group: Any) -> Group:
@@ -68,7 +62,7 @@ def _name(op: str, group: Any) -> str:
     return name
 
 
-@constant
+@constant_in_graphs
 def _rank_and_size(name: str) -> tuple[int, int] | str:
     """(rank, size), or rule, what there is and cure, divided by bars: a graph takes either for a constant."""
     if not dist.is_available() or not dist.is_initialized():

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ops.compat import constant_in_graphs
 from moe_ops.exchanges import as_bytes
-from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
+from moe_ops.groups import Group, PerGroup, process_group, resolve
 from moe_ops.symmetric_memory import at_least
 
 _OP = "ep.prepare"
@@ -22,7 +23,7 @@ MOST_RANKS = 16  # that torch's kernel takes
 _MOST = 4  # tensors of one call
 
 
-@constant
+@constant_in_graphs
 def available(name: str) -> bool:
     """Whether torch's symmetric memory is NVSHMEM's here, for a group over NCCL."""
     from torch.distributed import _symmetric_memory as symmetric

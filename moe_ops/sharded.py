@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from meta.checks import fail
 from moe_ops.agreement import refusing
-from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops.compat import constant_in_graphs
+from moe_ops.groups import Group, process_group, resolve
 
 _RULE = "plain, or a DTensor that is Shard(0) over the group's ranks"
 _SHARD = 'Shard it with distribute_tensor(weight, mesh["ep"], [Shard(0)]), or pass this rank\'s block.'
@@ -61,7 +62,7 @@ def _local(op: str, name: str, value: Any, group: Group) -> Any:
         raise fail(op, name, _RULE, got, "Shard it over the dimension of the experts alone, mesh['ep'].")
     if type(placements[0]).__name__ != "Shard" or placements[0].dim != 0:
         raise fail(op, name, _RULE, str(placements[0]), _SHARD)
-    if _ranks(mesh.get_group().group_name) != _ranks(group.name):
+    if not _have_the_same_ranks(mesh.get_group().group_name, group.name):
         raise fail(op, name, _RULE, "one over other ranks", "Pass group=weight.device_mesh.get_group().")
     (block,) = mesh.get_coordinate()
     if block != group.rank:
@@ -73,7 +74,7 @@ def _local(op: str, name: str, value: Any, group: Group) -> Any:
     return value.to_local()
 
 
-@constant
-def _ranks(name: str) -> tuple[int, ...]:
-    """The processes of a group, by their ranks among all."""
-    return tuple(sorted(dist.get_process_group_ranks(process_group(name))))
+@constant_in_graphs
+def _have_the_same_ranks(*names: str) -> bool:
+    """Whether groups are of the same processes. One constant: Dynamo of torch 2.11 compares no tuples of constants."""
+    return len({tuple(sorted(dist.get_process_group_ranks(process_group(name)))) for name in names}) == 1

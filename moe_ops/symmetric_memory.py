@@ -13,7 +13,8 @@ from torch import Tensor
 from meta.checks import fail
 from moe_ops import compat
 from moe_ops.agreement import exchange_texts
-from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
+from moe_ops.compat import constant_in_graphs
+from moe_ops.groups import Group, PerGroup, process_group, resolve
 from moe_ops.stream_ops import submit, wait_equal, write
 
 
@@ -85,7 +86,7 @@ def at_least(op: str, transport: str, held: list[Buffers], size: int, make: Call
 _available: PerGroup[list[bool]] = PerGroup(list)
 
 
-@constant
+@constant_in_graphs
 def available(op: str, name: str) -> bool:
     """Whether the ranks of group ``name`` can write into each other's GPUs: they try it, once, at the same call."""
     known = _available[name]

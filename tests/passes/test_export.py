@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 
 import moe_ops
 from tests.corpus.families import available, build, tokens
@@ -134,6 +135,7 @@ def check_fused(model: torch.nn.Module, exported: bool, atol: float = 1e-5) -> N
 FAMILIES = {"mixtral": "grouped_mm", "gpt_oss": "batched_mm"}
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="packages crash when they are loaded before")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_exported_models_are_fused_saved_and_loaded(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 
 import moe_ops
 from compile_passes.loops import STATIC
-from tests.passes.slice_forms import FORMS, MISSES
+from tests.passes.slice_forms import FORMS, MISSES, WrittenBehindZero
 from tests.passes.test_static_loops import assert_no_further, decoder, gradients, learnt, prepared, tokens
 
 
@@ -19,6 +20,8 @@ def test_form(kind):
     """One graph for one number of tokens, one for all others; equal to eager, and gradients no further from float64; as
     before after `restore`.
     """
+    if kind is WrittenBehindZero and TorchVersion(torch.__version__) < (2, 12):
+        pytest.skip("Dynamo writes no numbers that were counted into a slice before")
     model = decoder(kind, training=True)
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
     function, said = prepared(model, fullgraph=True)

@@ -101,7 +101,10 @@ def test_code_from_a_cache_holds_the_guards() -> None:
         for fused in (1, 0):
             torch.compiler.reset()
             call = torch.compile(EXPERTS, dynamic=True)
-            assert blocks(call, "index_add", *given(16)) == (fused, 0)
+            found = blocks(call, "index_add", *given(16))
+            if counters["aot_autograd"]["autograd_cache_bypass"]:
+                pytest.skip("this torch caches nothing beside a pass without an identity")
+            assert found == (fused, 0)
             assert blocks(call, "index_add", *given(12, by=20)) == (0, fused)
             blocks(call, "index_add", *given(9, 3))
             assert counters["stats"]["unique_graphs"] == 1

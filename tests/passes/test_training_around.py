@@ -183,6 +183,8 @@ def test_router_logits_recorded_in_checkpointed_layers(family):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     eager = copy.deepcopy(model)
     other = step(eager)
+    if not hasattr(other, "router_logits"):
+        pytest.skip("this transformers does not record them for this family")
     one = step(moe_ops.compile(model, backend="moe_ops_eager", fullgraph=True))
     assert_fused(model.config.num_hidden_layers)
     assert difference([one.loss, one.router_logits], [other.loss, other.router_logits], 2e-5) is None
@@ -236,6 +238,18 @@ def test_a_graph_that_is_broken_above_the_layers_is_not_broken_again():
     assert not any("ContextVar" in reason for reason in counters["graph_break"])
 
 
+def captured(function: Callable[..., Any]) -> bool:
+    try:
+        with torch.no_grad():
+            torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+        return True
+    except torch._dynamo.exc.Unsupported:
+        return False
+    finally:
+        torch.compiler.reset()
+        counters.clear()
+
+
 @pytest.mark.parametrize(
     ("frozen", "mode"),
     [(False, torch.no_grad), (True, torch.inference_mode), (True, torch.no_grad)],
@@ -246,6 +260,8 @@ def test_embeddings_that_ask_for_gradients_are_evaluated_without_any(mode, froze
     model = model_of("qwen3_moe").eval().requires_grad_(not frozen)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
+    if not captured(lambda x: (x.exp().requires_grad_(), x.exp())[1]):
+        pytest.skip("this Dynamo does not capture requires_grad_()")
     with mode():
         expected = model(IDS, use_cache=False).logits
         got = torch.compile(model, backend="moe_ops_eager", fullgraph=True)(IDS, use_cache=False).logits
