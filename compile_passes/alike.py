@@ -6,15 +6,16 @@ Their classes (`stack_slices.sliced`) tell when one is set: what was captured is
 
 from __future__ import annotations
 
+import re
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from compile_passes.loops import ALIKE, LISTS, PARAMETERS
 from compile_passes.reached import OF_TORCH
-from compile_passes.stack_slices import METHODS, RELY, STACKS, is_watched, original, slices_in
+from compile_passes.stack_slices import METHODS, RELY, SLICE, STACKS, is_watched, original, slices_in
 from compile_passes.trial import HOOKS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -22,7 +23,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def are_alike(module: nn.Module, many: int) -> bool:
     """Whether the experts of ``module`` are alike, in lists of ``many`` and more: modules of the same classes with the
-    same attributes, and no hooks.
+    same attributes, without hooks, and in the order of their slices.
 
     ``vars(module)[ALIKE]`` is 0 from when an attribute of one of them is set.
     """
@@ -30,10 +31,8 @@ def are_alike(module: nn.Module, many: int) -> bool:
     for inner in module.modules():
         if STACKS in vars(inner):
             holders.append(inner)
-            experts = [_parts(child) for child in inner.children()]
-            if not all(any(True for _ in slices_in(child)) for child in inner.children()):
-                return False  # put there since
-            if not all(_are_equal(experts[0], other) for other in experts[1:]):
+            experts = _in_order(inner)
+            if experts is None or not all(_are_equal(experts[0], other) for other in experts[1:]):
                 return False
             parts |= {part for expert in experts for part in expert.values()}
         elif isinstance(inner, LISTS) and not isinstance(inner, PARAMETERS) and len(inner) >= many:
@@ -46,12 +45,26 @@ def are_alike(module: nn.Module, many: int) -> bool:
     if not all(map(is_watched, told)):
         return False
     for part in told:
-        RELY.setdefault(part, WeakSet()).add(module)
+        RELY.setdefault(part, WeakKeyDictionary())[module] = part.training == module.training
     return bool(vars(module).get(ALIKE))
 
 
-def _parts(expert: nn.Module) -> dict[str, nn.Module]:
-    return dict(expert.named_modules(remove_duplicate=False))
+def _in_order(holder: nn.Module) -> list[dict[str, nn.Module]] | None:
+    """Path -> module in each expert of a list; None where others were put there since, or where an expert is not at the
+    number of its slices: by its place, and by its name, if that has a number.
+    """
+    experts = {name: child for name, child in holder.named_children() if any(True for _ in slices_in(child))}
+    if not experts:
+        return [] if SLICE in vars(holder) else None
+    counts = {holder.get_parameter(name).shape[0] for name in vars(holder)[STACKS]}
+    numbers = [{number for *_, slices in slices_in(child) for _, number in slices.values()}
+               for child in experts.values()]  # fmt: skip
+    named = [[int(digits) for digits in re.findall(r"\d+", name)[-1:]] for name in experts]
+    if counts != {len(experts)} or numbers != [{place} for place in range(len(experts))]:
+        return None
+    if named != [[first + place for first in named[0]] for place in range(len(experts))]:
+        return None
+    return [dict(child.named_modules(remove_duplicate=False)) for child in experts.values()]
 
 
 def _are_equal(one: dict[str, nn.Module], other: dict[str, nn.Module]) -> bool:
@@ -64,8 +77,16 @@ def _is_equal(one: nn.Module, other: nn.Module) -> bool:
         return False
     if any(getattr(inner, name, None) for inner in (one, other) for name in HOOKS):
         return False
+    if any(_said(vars(one)[of]) != _said(vars(other)[of]) for of in ("_parameters", "_buffers")):
+        return False
     here, there = _own(one), _own(other)
     return here.keys() == there.keys() and all(_is_same(value, there[name]) for name, value in here.items())
+
+
+def _said(tensors: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    """What code can tell tensors apart by, beside their numbers."""
+    return {name: one if one is None else (type(one), one.shape, one.dtype, one.device, one.requires_grad)
+            for name, one in tensors.items()}  # fmt: skip
 
 
 def _is_same(one: Any, other: Any) -> bool:

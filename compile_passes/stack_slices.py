@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,12 @@ STACKS, SLICE = "_moe_ops_stacks", "_moe_ops_slice"
 # What may be set on a parameter, and goes to its stack.
 PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset, torch.dtype)
 
-#: Of modules of experts: those whose captured code goes by what it found in another expert; see `alike`.
-RELY: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+#: Of modules of experts: those whose captured code goes by what it found in another expert, and whether their mode was
+#: the same; see `alike`.
+RELY: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
 # Methods by which attributes of a module become others, and what is in a list.
-_CHANGES = ("__setattr__", "__delattr__", "__delitem__", "add_module", "insert", "clear")
+_OF_NAMES = ("__setattr__", "__delattr__", "register_parameter", "register_buffer")
+_CHANGES = (*_OF_NAMES, "__delitem__", "add_module", "insert", "clear")
 _SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 # Lists whose stacks were loaded, and in which call: the list of missing keys, of which every call has its own.
 _LOADED: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
@@ -171,10 +173,9 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
             setattr(made, key, value)
         return made
 
-    own = _watched(kind, names) | {"__reduce_ex__": reduce}
+    own = {"__reduce_ex__": reduce} | _watched(kind, names, {"register_parameter": register} if names else {})
     if not names:
         return own
-    own["register_parameter"] = register
     own |= {"__getitem__": item} if issubclass(kind, nn.ParameterList) else {}
     if issubclass(kind, nn.ParameterDict):
         own["copy"] = lambda self: joined(self.items())
@@ -183,20 +184,26 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
     return own | {"_save_to_state_dict": save, "_load_from_state_dict": load, "__deepcopy__": deepcopy}
 
 
-def _watched(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
-    """Methods of a module of an expert, or of a list of experts, that tell when something is set or put there."""
+def _watched(kind: type[nn.Module], names: tuple[str, ...], own: dict[str, Any]) -> dict[str, Any]:
+    """Methods of a module of an expert, or of a list of experts, that tell when something is set or put there: those
+    that it has of its own, or those of its class. A mode is told of where it is not that of the loop, which
+    ``model.train()`` reaches before the experts, or was not.
+    """
 
     def telling(change: str, method: Any) -> Any:
         def tell(self: nn.Module, *given: Any, **named: Any) -> Any:
             result = method(self, *given, **named)
-            if change not in ("__setattr__", "__delattr__") or given[0] not in ("training", *names):
-                for loop in RELY.get(self, ()):
-                    vars(loop).update({ALIKE: 0} if ALIKE in vars(loop) else {})
+            name = given[0] if given else named.get("name")
+            if change not in _OF_NAMES or name not in names:
+                for loop, same in RELY.get(self, {}).items():
+                    if ALIKE in vars(loop) and (name != "training" or not same or self.training != loop.training):
+                        vars(loop)[ALIKE] = 0
             return result
 
         return tell
 
-    return {change: telling(change, getattr(kind, change)) for change in _CHANGES if hasattr(kind, change)}
+    methods = {change: getattr(kind, change) for change in _CHANGES if hasattr(kind, change)} | own
+    return {change: telling(change, method) for change, method in methods.items()}
 
 
 def _renewed(kind: type[nn.Module], names: tuple[str, ...], *given: Any) -> nn.Module:

@@ -40,9 +40,16 @@ class Expert(nn.Module):
 class Twice(Expert):
     twice = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+        self.register_parameter("factor", None)
+
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y + y if self.twice else y
+        for value in (self.scale, self.factor):
+            y = y if value is None else y * value
+        return y + y if self.twice or self.training else y
 
 
 class Counting(Expert):
@@ -270,7 +277,27 @@ def take_away(block: Any) -> None:
     block.experts[6].act = nn.Tanh()
 
 
+def swap(block: Any) -> None:
+    experts = block.experts
+    experts[5], experts[6] = experts[6], experts[5]
+
+
+def begin_with_the_second(block: Any) -> None:
+    first = block.experts.pop(0)
+    block.experts.append(first)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
+    "a_buffer": give("scale", torch.tensor(3.0)),
+    "a_registered_buffer": lambda block: block.experts[6].register_buffer("scale", torch.tensor(3.0)),
+    "a_parameter": give("factor", nn.Parameter(torch.tensor(3.0))),
+    "a_registered_parameter": lambda block: block.experts[6].register_parameter(
+        name="factor", param=nn.Parameter(torch.tensor(3.0))
+    ),
+    "a_mode": lambda block: block.experts[6].train(),
+    "swapped": swap,
+    "rotated": begin_with_the_second,
+    "one_twice": lambda block: block.experts.__setitem__(5, block.experts[6]),
     "another_activation": give("act", nn.ReLU()),
     "taken_away": take_away,
     "an_attribute": give("twice", True),
