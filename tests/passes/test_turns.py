@@ -287,6 +287,13 @@ def begin_with_the_second(block: Any) -> None:
     block.experts.append(first)
 
 
+def share_all_but_one(block: Any) -> None:
+    """A buffer that nobody has at first: what is captured of those that share it is no other's."""
+    shared = torch.tensor(3.0)
+    for e, expert in enumerate(block.experts):
+        expert.scale = shared if e != 6 else torch.tensor(2.0)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "a_buffer": give("scale", torch.tensor(3.0)),
     "a_registered_buffer": lambda block: block.experts[6].register_buffer("scale", torch.tensor(3.0)),
@@ -294,6 +301,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a_registered_parameter": lambda block: block.experts[6].register_parameter(
         name="factor", param=nn.Parameter(torch.tensor(3.0))
     ),
+    "a_buffer_of_all_others": share_all_but_one,
     "a_mode": lambda block: block.experts[6].train(),
     "swapped": swap,
     "rotated": begin_with_the_second,
