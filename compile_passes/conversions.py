@@ -55,4 +55,8 @@ def _conditions(module: nn.Module, statement: ast.stmt) -> list[str]:
         return []
     if any(True for _ in converted.buffers()):
         return []
-    return [f"{target}.{name}.dtype == {ast.unparse(call.args[0])}" for name, _ in converted.named_parameters()]
+    if not any(True for _ in converted.parameters()):
+        return []
+    # Of whatever module stands there by then, under whatever names.
+    tensors = f"[*{target}.parameters(), *{target}.buffers()]"
+    return [f"all([tensor.dtype == {ast.unparse(call.args[0])} for tensor in {tensors}])"]

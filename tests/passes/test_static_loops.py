@@ -438,6 +438,37 @@ def test_conversions_of_the_first_call_are_made_where_the_code_makes_them(asked)
         torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
 
 
+class Converted(nn.Sequential):
+    """A classifier of several modules, whose parameters have names with dots."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self[0].weight
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_a_converted_module_is_whatever_stands_there(when: str) -> None:
+    """Before `moe_ops.compile`, between it and the first call, and after that."""
+    torch.manual_seed(0)
+    model = Converts(True).eval()
+
+    def give(one: nn.Module) -> None:
+        one.gate.classifier = Converted(one.gate.classifier, nn.Tanh())
+
+    eager = copy.deepcopy(model)
+    give(eager)
+    if when == "before":
+        give(model)
+    function, said = prepared(model)
+    assert "static" in said[0]
+    with torch.no_grad():
+        if when == "after":
+            function(tokens(5))
+        if when != "before":
+            give(model)
+        torch.testing.assert_close(function(tokens(5)), eager(tokens(5)), atol=1e-5, rtol=1e-5)
+
+
 def test_a_loop_that_is_left_runs_beside_one_that_is_captured():
     """Dynamo raises at its list of counts once it may capture these."""
     torch.manual_seed(0)
