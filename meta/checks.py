@@ -67,7 +67,7 @@ def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
         check_plain(op, argument, value)
     elif is_number and isinstance(value, int):
         bits = 1024 if float in types else 64  # the dispatcher would refuse it in words of C++
-        if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        if _is_beyond(value, 1 << bits - 1):
             raise fail(op, argument, f"of at most {bits} bits", "a larger number", "Pass a smaller one.")
     elif is_list and isinstance(value, list | tuple):
         for i, item in enumerate(value):
@@ -75,6 +75,13 @@ def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
                 raise fail(op, f"{argument}[{i}]", "a torch.Tensor", describe_value(item))
             if isinstance(item, Tensor):
                 check_plain(op, f"{argument}[{i}]", item)
+
+
+def _is_beyond(value: int, bound: int) -> bool:
+    """Whether ``value`` is not in ``[-bound, bound)``; no where the data decides it: to Dynamo that is an int, too."""
+    if torch.compiler.is_compiling():
+        return is_known(value < -bound) or is_known(value >= bound)
+    return not -bound <= value < bound
 
 
 def check_plain(op: str, argument: str, tensor: Tensor) -> None:
@@ -221,7 +228,8 @@ def check_positive(op: str, argument: str, value: Dim) -> None:
 def check_float(op: str, argument: str, tensor: Tensor) -> None:
     """bf16, fp16, fp32 or fp64."""
     if tensor.dtype not in FLOAT_DTYPES:
-        raise fail(op, argument, "bfloat16, float16, float32 or float64", tensor.dtype, "Cast it first.")
+        cure = "Cast it first." if tensor.dtype.itemsize > 1 else "Pass the scale of quantised rows, too, or cast."
+        raise fail(op, argument, "bfloat16, float16, float32 or float64", tensor.dtype, cure)
 
 
 def check_index(op: str, argument: str, tensor: Tensor) -> None:

@@ -138,7 +138,7 @@ class ActivationFormat:
 
     def scale_of(self, amax: Tensor) -> Tensor:
         """The scale that stores the magnitude ``amax`` as the largest."""
-        return _scale_of(amax, self.largest)
+        return _scale_of(amax, self.largest, 1e-12)
 
     def dequantize(self, stored: Tensor, scales: Scales) -> Tensor:
         """``(stored, scales) -> fp32 [..., K]``."""
@@ -314,9 +314,11 @@ def _divided(a: Tensor, b: Tensor | float) -> Tensor:
     return a / (b if isinstance(b, Tensor) else a.new_full((), b))
 
 
-def _scale_of(amax: Tensor, largest: float) -> Tensor:
-    """Scale of a group with this largest magnitude; the group of zeros gets a normal number."""
-    return _divided(amax.clamp(min=1e-12), largest)
+def _scale_of(amax: Tensor, largest: float, least: float = 2.0**-114) -> Tensor:
+    """Scale of a group with this largest magnitude, or with ``least``: of weights a power of two, of which any scheme's
+    scale is a normal number, so that small groups are not zeros.
+    """
+    return _divided(amax.clamp(min=least), largest)
 
 
 def _amax(weight: Tensor, group_n: int, group_k: int) -> Tensor:

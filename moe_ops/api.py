@@ -118,7 +118,8 @@ def fused_experts(
 
     ``out[t] = sum over k of w[t, k] * (activation(x[t] @ W1[e].T + b1[e]) @ W2[e].T + b2[e])`` with ``e = topk_ids[t,
     k]``; with ``weight_on_input``, ``w[t, k]`` multiplies ``x[t]`` instead. fp32 accumulation, activation and combine,
-    in the order of k. Differentiable in hidden_states, the projections, the biases and topk_weights unless quantised.
+    in the order of k; on a CPU products of bf16 weights are bf16, as torch's are. Differentiable in hidden_states, the
+    projections, the biases and topk_weights unless quantised.
 
     Args:
         hidden_states: ``[T, H]`` bf16, fp16 or fp32 (fp64 on CPU), the dtype of unquantised weights.

@@ -26,6 +26,7 @@ from moe_ops.stacked import (
     places_of,
     selected,
     stacked_experts,
+    unclear_stacks,
 )
 
 _OP = "quantize_"
@@ -61,11 +62,14 @@ class QuantizationReport:
         parameters: those that were replaced, in the order of the model; one of many names is there once.
         left: names of modules that the filter takes, some of whose weights are quantised already, and others not: they
             are left as they are.
+        unclear: names of modules that the filter takes, in which several pairs of 3-D parameters have the shapes of
+            experts: they are left as they are, too.
     """
 
     scheme: str
     parameters: tuple[QuantizedParameter, ...]
     left: tuple[str, ...] = ()
+    unclear: tuple[str, ...] = ()
 
     @property
     def worst(self) -> QuantizedParameter:
@@ -86,6 +90,10 @@ class QuantizationReport:
         if self.left:
             names = ", ".join(self.left)
             lines.append(f"left as they are, with weights that are quantised and others that are not: {names}")
+        if self.unclear:
+            names = ", ".join(self.unclear)
+            lines.append(f"left as they are, as several pairs of weights have the shapes of experts: {names}")
+            lines.append("(those that are named gate_up_proj or up_proj, and down_proj, are taken)")
         return "\n".join(lines)
 
 
@@ -135,7 +143,7 @@ def quantize_(
     rows = quantized_schemes()
     check_name(_OP, "scheme", scheme, rows)
     row = rows[scheme]
-    found, left = _selected(model, filter)
+    found, left, unclear = _selected(model, filter)
     for experts in found:
         _check(experts, row)
     check_memory(_OP, model, found)
@@ -162,25 +170,31 @@ def quantize_(
             for module, name in places[key]:
                 put(module, name, parameter)
             advance()
-    return QuantizationReport(scheme, tuple(report), left)
+    return QuantizationReport(scheme, tuple(report), left, unclear)
 
 
 def _selected(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
-) -> tuple[list[StackedExperts], tuple[str, ...]]:
-    """The modules of float weights that the filter takes, and the names of those that are quantised in part."""
+) -> tuple[list[StackedExperts], tuple[str, ...], tuple[str, ...]]:
+    """The modules of float weights that the filter takes, the names of those that are quantised in part, and of those
+    that do not say what their experts are.
+    """
     taken, refused = selected(_OP, model, filter, stacked_experts(model))
     found = [one for one in taken if all(_floats(one))]
     left = tuple(one.name for one in taken if any(_floats(one)) and not all(_floats(one)))
+    unclear = tuple(name for name, module in unclear_stacks(model) if filter is None or filter(name, module))
     if not found and left:
         cure = "Load its float weights first."
         raise fail(_OP, left[0] or "model", "of float weights alone", "some that are quantised", cure)
+    if not found and unclear:
+        cure = "Name them gate_up_proj or up_proj, and down_proj."
+        raise fail(_OP, unclear[0] or "model", "of one pair of experts' shapes", "several pairs of weights", cure)
     if not found:
         cure = "Lists of experts become such modules by moe_ops.stack_experts_; quantised ones stay as they are."
         rule = "a module with stacked float experts that the filter takes"
         raise fail(_OP, "model", rule, type(model).__name__, cure)
     check_filter(_OP, found, refused)
-    return found, left
+    return found, left, unclear
 
 
 def _floats(experts: StackedExperts) -> list[bool]:

@@ -49,8 +49,8 @@ def stacked_experts(model: nn.Module, *, every_name: bool = False) -> Iterator[S
     several.
     """
     for name, module in model.named_modules(remove_duplicate=not every_name):
-        stacked = {key: value for key, value in module.named_parameters(recurse=False) if value.dim() == 3}
-        names = _by_shape(stacked) or next((known for known in _NAMES if stacked.keys() >= {*known}), None)
+        stacked = _stacks(module)
+        names = _names(stacked)
         if names is None:
             continue
         ways = orientations([stacked[key] for key in names])
@@ -58,6 +58,14 @@ def stacked_experts(model: nn.Module, *, every_name: bool = False) -> Iterator[S
         if said is None or (ways and said not in ways):
             said = _only(ways, stacked[names[0]].shape[0], model)
         yield StackedExperts(name, module, names, bool(ways), None if said is None else bool(said))
+
+
+def unclear_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in which several pairs of 3-D parameters have the shapes of experts, and no names say which are them."""
+    for name, module in model.named_modules():
+        stacked = _stacks(module)
+        if _names(stacked) is None and any(_groups(stacked)):
+            yield name, module
 
 
 def selected(
@@ -131,13 +139,22 @@ def places_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return found
 
 
-def _by_shape(stacked: dict[str, Tensor]) -> tuple[str, ...] | None:
-    """The only three, or two, that have the shapes of experts."""
-    for count in (3, 2):
-        groups = [keys for keys in combinations(stacked, count) if orientations([stacked[key] for key in keys])]
-        if len(groups) == 1:
-            return groups[0]
-    return None
+def _stacks(module: nn.Module) -> dict[str, Tensor]:
+    return {key: value for key, value in module.named_parameters(recurse=False) if value.dim() == 3}
+
+
+def _names(stacked: dict[str, Tensor]) -> tuple[str, ...] | None:
+    """The only three, or two, that have the shapes of experts, or those with their names."""
+    by_shape = next((groups[0] for groups in _groups(stacked) if len(groups) == 1), None)
+    return by_shape or next((known for known in _NAMES if stacked.keys() >= {*known}), None)
+
+
+def _groups(stacked: dict[str, Tensor]) -> list[list[tuple[str, ...]]]:
+    """Every three of them that have the shapes of experts, and every two."""
+    return [
+        [keys for keys in combinations(stacked, count) if orientations([stacked[key] for key in keys])]
+        for count in (3, 2)
+    ]
 
 
 def _only(ways: dict[bool, set[int]], num_experts: int, model: nn.Module) -> bool | None:

@@ -220,7 +220,8 @@ def grouped_mm_glu(
     rows_scale: Tensor | None = None,
     quantize_output: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """First projection of sorted rows, with the activation computed from the fp32 accumulator.
+    """First projection of sorted rows, with the activation computed from the fp32 accumulator, or, on a CPU, from the
+    bf16 products of bf16 weights that torch has there.
 
     Args:
         rows: ``[R, K]`` in the weights' dtype; for quantised weights of any float dtype, or quantised by

@@ -1,5 +1,6 @@
 """CPU backend: layers of weights that are multiplied as they are stored in C++ (`kernels/cpu.cpp`); all else expert by
-expert, activated, combined and routed in C++ where that knows how. fp32 activation and combine.
+expert, activated, combined and routed in C++ where that knows how. fp32 activation and combine; products of bf16
+weights are bf16, all others fp32 (fp64 for fp64).
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
 only here. Weights may have any strides; quantised weights are dequantised expert by expert.
@@ -140,7 +141,8 @@ batched_mm_glu = grouped_mm_glu
 def grouped_mm(call: GemmCall) -> Tensor:
     """One projection."""
     rows, spans = _rows_and_spans(call)
-    out = linear(rows, call.weight, call.bias, spans).to(call.out_dtype)
+    wide = call.out_dtype.itemsize > rows.dtype.itemsize
+    out = linear(rows, call.weight, call.bias, spans, wide=wide).to(call.out_dtype)
     return out.view(call.outputs[0][0])
 
 

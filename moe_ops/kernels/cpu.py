@@ -68,33 +68,28 @@ def scale_of_rows(static: Tensor | None, spans: list[Span]) -> Tensor | None:
     return static.reshape(-1, 1).index_select(0, of_rows)
 
 
-def linear(x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span]) -> Tensor:
-    """``[R, N]`` from ``x [R, K]``, fp32 for weights to be decoded: a product for each span. Rows in none are zero, so
-    that results repeat.
+def linear(x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span], *, wide: bool = False) -> Tensor:
+    """``[R, N]`` from ``x [R, K]``: a product for each span. Rows in none are zero, so that results repeat.
+
+    In the dtype of ``x``, as torch rounds products on a CPU; but in the accumulation dtype of fp16, whose numbers end
+    at 65504, beside a bias in that, and where ``wide``.
     """
-    result = x.new_zeros((x.shape[0], operand.data.shape[1]))
-    plain = not operand.scales and x.dtype != torch.float16
+    wide = wide or x.dtype == torch.float16 or (bias is not None and bias.dtype != x.dtype)
+    dtype = accumulation_dtype(x.dtype) if wide else x.dtype
+    result = x.new_zeros((x.shape[0], operand.data.shape[1]), dtype=dtype)
+    x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     for expert, start, end in spans:
-        if plain and bias is None:
-            torch.mm(x[start:end], operand.data[expert].t(), out=result[start:end])
-            continue
-        if plain and bias is not None and bias.dtype == x.dtype:
-            torch.addmm(bias[expert], x[start:end], operand.data[expert].t(), out=result[start:end])
-            continue
-        y = product(x[start:end], operand.of_expert(expert).t())
-        result[start:end] = y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert]
+        weight = (operand.of_expert(expert) if operand.scales else operand.data[expert]).to(dtype)
+        if bias is None:
+            torch.mm(x[start:end], weight.t(), out=result[start:end])
+        else:
+            torch.addmm(bias[expert], x[start:end], weight.t(), out=result[start:end])
     return result
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x [M, K] @ matrix [K, N]``; fp16 operands go through fp32 where that is faster.
-
-    Few CPUs multiply fp16: 16 rows by 1024 x 1024 take 0.65 ms in fp16 and 0.30 ms with both casts; when K is not the
-    contiguous dimension even one row takes 1.7 ms against 0.11 ms.
-    """
-    if x.dtype == torch.float16 and (x.shape[0] > 4 or matrix.stride(0) != 1):
-        return x.float() @ matrix.float()
-    return x @ matrix
+    """``x [M, K] @ matrix [K, N]``, of fp16 in fp32, by which few CPUs multiply and whose numbers end at 65504."""
+    return x.float() @ matrix.float() if x.dtype == torch.float16 else x @ matrix
 
 
 def first_projection(
@@ -107,10 +102,10 @@ def first_projection(
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2, dim=1)
         results = [linear(x, gate_up, gate_bias, spans), linear(x, up, up_bias, spans)]
     rows, columns = results[0].shape
-    activated = x.new_empty((rows, columns // 2 if up is None and glu.layout != "none" else columns))
+    activated = results[0].new_empty((rows, columns // 2 if up is None and glu.layout != "none" else columns))
     if cpu_native.activate(results, glu, activated) is None:
         activated.copy_(_activated(results, glu))
-    return activated
+    return activated.to(x.dtype)
 
 
 def _activated(results: list[Tensor], glu: Glu) -> Tensor:

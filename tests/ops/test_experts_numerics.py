@@ -184,6 +184,56 @@ def test_fused_moe_is_topk_then_experts() -> None:
         assert relative_error(got, wanted) <= SAME
 
 
+def of_halves(dtype: torch.dtype = torch.float16, rows: int = 3) -> dict[str, torch.Tensor]:
+    """A layer whose gates are -102400, and whose other products 1280, beyond or within what fp16 holds."""
+    up, x = torch.zeros(2, 16, 64, dtype=dtype), torch.full((rows, 64), 40.0, dtype=dtype)
+    up[:, :8], up[:, 8:] = -40.0, 0.5
+    return {
+        "hidden_states": x, "gate_up_proj": up, "down_proj": torch.ones(2, 64, 8, dtype=dtype),
+        "topk_weights": torch.ones(rows, 1), "topk_ids": torch.arange(rows)[:, None] % 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quick_gelu", "silu_clamp", "swiglu_oai"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_gates_beyond_fp16_are_activated_in_fp32(rows: int, activation: str, format: str) -> None:
+    given, limits = of_halves(rows=rows), {"limit": 7.0} if activation in ("silu_clamp", "swiglu_oai") else {}
+    options = {"activation": activation, "format": format, "capacity": rows if format == "batched" else None, **limits}
+    wide = {name: tensor if name == "topk_ids" else tensor.double() for name, tensor in given.items()}
+    assert torch.equal(moe_ops.fused_experts(**given, **options), moe_ops.fused_experts(**wide, **options).half())
+
+
+def test_results_beyond_fp16_are_weighted_in_fp32() -> None:
+    given = of_halves() | {"gate_up_proj": torch.full((2, 16, 64), 0.1).half()}
+    wide = {name: tensor if name == "topk_ids" else tensor.double() for name, tensor in given.items()}
+    assert moe_ops.fused_experts(**wide).min() > 65504
+    few = {"topk_weights": torch.full((3, 1), 0.01)}
+    found, exact = moe_ops.fused_experts(**given | few).double(), moe_ops.fused_experts(**wide | few)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_results_asked_for_in_fp32_are_not_rounded_before(
+    format: str, dtype: torch.dtype, bias: torch.dtype | None
+) -> None:
+    make = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(size, generator=make).to(dtype) for size in ((12, 40), (3, 24, 40)))
+    added = None if bias is None else torch.randn(3, 24, generator=make).to(bias)
+    exact = torch.einsum("erk,enk->ern", rows.double().view(3, 4, 40), weight.double())
+    exact = (exact if added is None else exact + added.double()[:, None]).view(12, 24)
+    for wanted, least in ((torch.float32, 1e-6), (dtype, 1.05 * relative_error(exact.to(dtype), exact))):
+        if format == "grouped":
+            ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+            found = moe_ops.grouped_mm(rows, weight, ends, bias=added, out_dtype=wanted)
+        else:
+            counts = torch.full((3,), 4, dtype=torch.int32)
+            found = moe_ops.batched_mm(rows.view(3, 4, 40), weight, counts, bias=added, out_dtype=wanted).view(12, 24)
+        assert found.dtype == wanted and relative_error(found, exact) <= least
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     T=st.integers(0, 9),

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 import moe_ops
 from meta.schemes import SCHEMES
 from moe_ops.pairs import used_rows
-from moe_ops.quantized import QuantizedWeight, rebuild
+from moe_ops.quantized import QuantizedWeight, quantized_schemes, rebuild
 
 E, N, K = 4, 64, 128
 #: One with a format for rows, one of packed integers, one with exponents, one with two scales.
@@ -484,6 +484,36 @@ def test_a_module_with_one_float_weight_is_left_and_named() -> None:
     assert "left as they are, with weights that are quantised and others that are not: 0" in str(report)
     assert moe_ops.quantize_(experts(), "mxfp4").left == ()
     assert moe_ops.quantize_(half_quantised(), "mxfp4", filter=lambda name, module: name == "1").left == ()
+
+
+def beside_factors(*names: str) -> nn.Module:
+    """Experts, and low-rank factors, which are a pair of experts' shapes as well."""
+    module = nn.Module()
+    for name, size in (*zip(names, ((4, 64, 32), (4, 32, 32)), strict=True), ("a", (4, 2, 32)), ("b", (4, 32, 2))):
+        module.register_parameter(name, nn.Parameter(torch.randn(size)))
+    return module
+
+
+def test_a_module_that_does_not_say_which_weights_are_its_experts_is_left_and_named() -> None:
+    model = nn.ModuleList([experts()[1], beside_factors("w13", "w2")])
+    report = moe_ops.quantize_(model, "mxfp4")
+    assert report.unclear == ("1",) and type(model[1].w13) is nn.Parameter and len(report.parameters) == 2
+    assert "left as they are, as several pairs of weights have the shapes of experts: 1" in str(report)
+    with pytest.raises(ValueError, match="quantize_: 1 must be of one pair of experts' shapes, got several pairs"):
+        moe_ops.quantize_(model, "mxfp4", filter=lambda name, module: name == "1")
+    taken = moe_ops.quantize_(nn.ModuleList([beside_factors("gate_up_proj", "down_proj")]), "mxfp4")
+    assert taken.unclear == () and [one.name for one in taken.parameters] == ["0.gate_up_proj", "0.down_proj"]
+
+
+@pytest.mark.parametrize("scheme", quantized_schemes())
+def test_small_weights_are_no_zeros(scheme: str) -> None:
+    weight = torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for factor in (1.0, 2.0**-60, 2.0**-100):
+        stored, *scales = moe_ops.quantize_weight(weight * factor, scheme=scheme)
+        found = moe_ops.QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32).dequantize()
+        errors.append(((found - weight * factor).norm() / (weight * factor).norm()).item())
+    assert max(errors) <= 1.05 * errors[0]
 
 
 def square(**attributes: object) -> nn.Module:
@@ -960,3 +990,12 @@ def test_operators_refuse(case: str) -> None:
         moe_ops.fused_experts(
             x, topk_weights=routed[0], topk_ids=routed[1], **given | change(module.gate_up_proj, module.down_proj)
         )
+
+
+def test_rows_of_eight_bits_without_their_scale_are_refused_with_the_cure() -> None:
+    model = experts("fp8_channel")[1]
+    rows = torch.zeros(3, model.gate_up_proj.shape[2]).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        ValueError, match=r"hidden_states must be .*, got torch.float8_e4m3fn. Pass the scale of quantised"
+    ):
+        moe_ops.fused_experts(rows, model.gate_up_proj, model.down_proj, torch.ones(3, 1), torch.zeros(3, 1).long())

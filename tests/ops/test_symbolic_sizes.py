@@ -145,3 +145,38 @@ def test_stages_with_a_symbolic_capacity_are_joined() -> None:
         for tokens in TOKENS:
             torch.testing.assert_close(run(*inputs(tokens)), stages(*inputs(tokens)), **CLOSE)
     assert len(graphs) == 1 and counters["moe_ops"]["joined"] == 1 and not counters["moe_ops"]["errors"]
+
+
+def by_the_largest(ids: Tensor) -> int:
+    """How many rows the expert of the most pairs has, which is read on the host."""
+    return int(torch.bincount(ids.flatten().long(), minlength=E).max().item())
+
+
+def experts_of_the_data(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return moe_ops.fused_experts(x, GATE_UP, DOWN, weights, ids, format="batched", capacity=by_the_largest(ids))
+
+
+def dispatched_by_the_data(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    batch, counts, slots = moe_ops.batched_dispatch(x, ids, num_experts=E, capacity=by_the_largest(ids))
+    h = moe_ops.batched_mm_glu(batch, GATE_UP, counts)
+    return moe_ops.batched_combine(moe_ops.batched_mm(h, DOWN, counts), slots, weights)
+
+
+def prepared_by_the_data(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    given = {"num_experts": E, "format": "batched", "capacity": by_the_largest(ids)}
+    prepared = moe_ops.prepare(x, weights, ids, **given)  # type: ignore[arg-type]
+    return moe_ops.finalize(moe_ops.experts(prepared, GATE_UP, DOWN), prepared)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+@pytest.mark.parametrize("function", [experts_of_the_data, dispatched_by_the_data, prepared_by_the_data])
+def test_capacities_that_the_data_decides_are_captured(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in TOKENS:
+        make = torch.Generator().manual_seed(tokens)
+        x, scores = torch.randn(tokens, H, generator=make), torch.randn(tokens, E, generator=make)
+        weights, ids = moe_ops.fused_topk(scores, top_k=K)
+        torch.testing.assert_close(compiled(x, weights, ids), function(x, weights, ids), **CLOSE)
+    assert counters["stats"]["unique_graphs"] == 1
