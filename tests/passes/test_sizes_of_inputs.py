@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.nn.functional import grouped_mm
+from torch.torch_version import TorchVersion
 
 import moe_ops
 from tests.corpus.families import available, build, tokens
@@ -94,6 +95,7 @@ def test_rows_that_no_id_names_are_compiled_apart(combine: str, more: dict[str, 
     assert blocks(call, combine, *given(13, by=13)) == (0, 0)
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="no such graph comes from a cache before")
 @pytest.mark.slow
 def test_code_from_a_cache_holds_the_guards() -> None:
     """Inductor calls no pass then: what the passes guarded is in its entry."""
@@ -101,10 +103,7 @@ def test_code_from_a_cache_holds_the_guards() -> None:
         for fused in (1, 0):
             torch.compiler.reset()
             call = torch.compile(EXPERTS, dynamic=True)
-            found = blocks(call, "index_add", *given(16))
-            if counters["aot_autograd"]["autograd_cache_bypass"]:
-                pytest.skip("this torch caches nothing beside a pass without an identity")
-            assert found == (fused, 0)
+            assert blocks(call, "index_add", *given(16)) == (fused, 0)
             assert blocks(call, "index_add", *given(12, by=20)) == (0, fused)
             blocks(call, "index_add", *given(9, 3))
             assert counters["stats"]["unique_graphs"] == 1
