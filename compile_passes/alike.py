@@ -56,7 +56,8 @@ def _in_order(holder: nn.Module) -> list[dict[str, nn.Module]] | None:
     experts = {name: child for name, child in holder.named_children() if any(True for _ in slices_in(child))}
     if not experts:
         return [] if SLICE in vars(holder) else None
-    counts = {holder.get_parameter(name).shape[0] for name in vars(holder)[STACKS]}
+    stacks = [holder._parameters[name] for name in vars(holder)[STACKS]]
+    counts = {stack.shape[0] for stack in stacks if stack is not None}
     numbers = [{number for *_, slices in slices_in(child) for _, number in slices.values()}
                for child in experts.values()]  # fmt: skip
     named = [[int(digits) for digits in re.findall(r"\d+", name)[-1:]] for name in experts]
