@@ -107,16 +107,16 @@ def _experts(op: str, flat: Flat, scheme: QuantScheme, hidden: Dim) -> tuple[Exp
     check_packed(op, "hidden_states", "H", hidden, scheme)
     stored = ceil_div(hidden, scheme.pack)
     check_shape(op, "gate_up_proj", gate_up, "E N H", (count, rows_of_weight, stored), hint=True)
+    first, up = stacked_or_separate(
+        op, ("gate_up_proj", "up_proj", "gate_up_scales"), gate_up, flat.up_proj, scheme, flat.gate_up_scales,
+        (count, rows_of_weight, hidden), halves=layout == "concat",
+    )  # fmt: skip
     width = half_width(op, "gate_up_proj", rows_of_weight, layout)
     check_packed(op, "down_proj", "I", width, scheme)
     check_shape(op, "down_proj", down, "E H I", (count, hidden, ceil_div(width, scheme.pack)), hint=True)
     columns = 2 * rows_of_weight if layout == "separate" else rows_of_weight
     check_bias(op, "gate_up_bias", flat.gate_up_bias, "E N", (count, columns))
     check_bias(op, "down_bias", flat.down_bias, "E H", (count, hidden))
-    first, up = stacked_or_separate(
-        op, ("gate_up_proj", "up_proj", "gate_up_scales"), gate_up, flat.up_proj, scheme, flat.gate_up_scales,
-        (count, rows_of_weight, hidden), halves=layout == "concat",
-    )  # fmt: skip
     second = weight_operand(op, "down_scales", down, scheme, flat.down_scales, (count, hidden, width))
     glu = Glu(row.name, alpha, limit, layout)
     return Experts(scheme, first, second, up, flat.gate_up_bias, flat.down_bias, glu), width

@@ -331,6 +331,12 @@ CASES: dict[str, Case] = {
         {"glu_layout": "interleaved", "up_proj": torch.randn(E, 2 * I, H)},
         "up_proj must be None for glu_layout='interleaved', got a tensor. Pass glu_layout='separate'.",
     ),
+    "up_beside_both_halves": (
+        "fused_experts",
+        layer,
+        {"up_proj": torch.randn(E, I, H)},
+        f"up_proj must be [E={E}, I={2 * I}, K={H}], got [{E}, {I}, {H}].",
+    ),
     "up_shape": (
         "fused_experts",
         layer,
